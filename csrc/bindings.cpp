@@ -1,0 +1,96 @@
+// Python module fastppo._C: fills each op's params struct and calls it, nothing else. Tensors arrive as integers
+// (address, strides, dtype code), so the module knows no PyTorch ABI; what they hold is checked in fastppo/ops/<op>.py.
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+#include "common/cpu.h"
+#include "csrc_hash.h"
+#include "gae/gae.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using fastppo::Dtype;
+using fastppo::GaeParams;
+using fastppo::GaeTensor;
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// (address, row stride, time stride, dtype code), or None.
+GaeTensor gae_tensor(const py::object& x) {
+  if (x.is_none()) return GaeTensor{nullptr, 0, 0, Dtype::kFloat32};
+  const py::tuple fields = x.cast<py::tuple>();
+  return GaeTensor{pointer<const void>(fields[0].cast<uintptr_t>()), fields[1].cast<int64_t>(),
+                   fields[2].cast<int64_t>(), static_cast<Dtype>(fields[3].cast<int>())};
+}
+
+void gae(const py::object& rewards, const py::object& values, const py::object& mask, const py::object& terminated,
+         const py::object& truncated, const py::object& bootstrap_values, const py::object& final_values,
+         uintptr_t lam_per_seq, uintptr_t lam_returns_per_seq, uintptr_t cu_seqlens, bool cu_seqlens_int64,
+         uintptr_t advantages, uintptr_t returns, int64_t out_row_stride, int64_t out_time_stride, int64_t num_seqs,
+         int64_t num_steps, float gamma, float lam, float lam_returns, bool separate_returns, int num_threads,
+         int device, uint64_t stream) {
+  GaeParams params;
+  params.rewards = gae_tensor(rewards);
+  params.values = gae_tensor(values);
+  params.mask = gae_tensor(mask);
+  params.terminated = gae_tensor(terminated);
+  params.truncated = gae_tensor(truncated);
+  params.bootstrap_values = gae_tensor(bootstrap_values);
+  params.final_values = gae_tensor(final_values);
+  params.lam_per_seq = pointer<const float>(lam_per_seq);
+  params.lam_returns_per_seq = pointer<const float>(lam_returns_per_seq);
+  params.cu_seqlens = pointer<const void>(cu_seqlens);
+  params.cu_seqlens_int64 = cu_seqlens_int64;
+  params.advantages = pointer<float>(advantages);
+  params.returns = pointer<float>(returns);
+  params.out_row_stride = out_row_stride;
+  params.out_time_stride = out_time_stride;
+  params.num_seqs = num_seqs;
+  params.num_steps = num_steps;
+  params.gamma = gamma;
+  params.lam = lam;
+  params.lam_returns = lam_returns;
+  params.separate_returns = separate_returns;
+
+  const py::gil_scoped_release no_gil;
+#ifdef FASTPPO_HAS_CUDA
+  if (device >= 0) return fastppo::gae_cuda(params, device, stream);
+#else
+  static_cast<void>(device);
+  static_cast<void>(stream);
+#endif
+  fastppo::gae_cpu(params, num_threads);
+}
+
+// Why this module's CUDA kernels cannot run on `device`; empty where they can.
+std::string cuda_problem(int device) {
+#ifdef FASTPPO_HAS_CUDA
+  return fastppo::gae_cuda_problem(device);
+#else
+  static_cast<void>(device);
+  return FASTPPO_NO_CUDA_REASON;
+#endif
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The compiled kernels of fastppo.";
+  m.attr("csrc_hash") = FASTPPO_CSRC_HASH;
+  m.attr("cuda_archs") = FASTPPO_CUDA_ARCHS;
+  m.def("cpu_isa", [] { return fastppo::cpu_isa_name(fastppo::cpu_isa()); });
+  m.def("cuda_problem", &cuda_problem, py::arg("device"));
+  m.def("gae", &gae, py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("terminated"),
+        py::arg("truncated"), py::arg("bootstrap_values"), py::arg("final_values"), py::arg("lam_per_seq"),
+        py::arg("lam_returns_per_seq"), py::arg("cu_seqlens"), py::arg("cu_seqlens_int64"), py::arg("advantages"),
+        py::arg("returns"), py::arg("out_row_stride"), py::arg("out_time_stride"), py::arg("num_seqs"),
+        py::arg("num_steps"), py::arg("gamma"), py::arg("lam"), py::arg("lam_returns"), py::arg("separate_returns"),
+        py::arg("num_threads"), py::arg("device"), py::arg("stream"));
+}

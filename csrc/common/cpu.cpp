@@ -1,0 +1,52 @@
+#include "common/cpu.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+
+#include "common/macros.h"
+
+namespace fastppo {
+namespace {
+
+CpuIsa best_isa() {
+#ifdef FASTPPO_X86
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return CpuIsa::kAvx512;
+  }
+  if (__builtin_cpu_supports("avx2")) return CpuIsa::kAvx2;
+#endif
+  return CpuIsa::kBaseline;
+}
+
+CpuIsa chosen_isa() {
+  const CpuIsa best = best_isa();
+  const char* name = std::getenv("FASTPPO_CPU_ISA");
+  if (name == nullptr) return best;
+  for (CpuIsa isa : {CpuIsa::kBaseline, CpuIsa::kAvx2, CpuIsa::kAvx512}) {
+    if (std::strcmp(name, cpu_isa_name(isa)) == 0 && isa < best) return isa;
+  }
+  return best;
+}
+
+}  // namespace
+
+CpuIsa cpu_isa() {
+  static const CpuIsa isa = chosen_isa();
+  return isa;
+}
+
+const char* cpu_isa_name(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::kAvx512:
+      return "avx512";
+    case CpuIsa::kAvx2:
+      return "avx2";
+    default:
+      return "baseline";
+  }
+}
+
+}  // namespace fastppo

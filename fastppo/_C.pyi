@@ -1,0 +1,36 @@
+"""The compiled module; csrc/bindings.cpp."""
+
+csrc_hash: str
+cuda_archs: str
+
+# Address, row stride, time stride (in elements), dtype code of csrc/common/dtype.h.
+_Strided = tuple[int, int, int, int]
+
+def cpu_isa() -> str: ...
+def cuda_problem(device: int) -> str: ...
+def gae(
+    rewards: _Strided,
+    values: _Strided,
+    mask: _Strided | None,
+    terminated: _Strided | None,
+    truncated: _Strided | None,
+    bootstrap_values: _Strided | None,
+    final_values: _Strided | None,
+    lam_per_seq: int,
+    lam_returns_per_seq: int,
+    cu_seqlens: int,
+    cu_seqlens_int64: bool,
+    advantages: int,
+    returns: int,
+    out_row_stride: int,
+    out_time_stride: int,
+    num_seqs: int,
+    num_steps: int,
+    gamma: float,
+    lam: float,
+    lam_returns: float,
+    separate_returns: bool,
+    num_threads: int,
+    device: int,
+    stream: int,
+) -> None: ...

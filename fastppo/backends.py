@@ -1,0 +1,59 @@
+"""Which backend an op takes: the one place where backend="auto" decides, by op, device and dtype, never by values."""
+
+from functools import cache
+
+import torch
+
+from fastppo import _build
+
+NAMES = ("auto", "cuda", "triton", "cpu", "torch")
+
+# op -> device type -> its kernels there, best first. "torch" runs everywhere and is what is left.
+KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "logprob": {},
+    "gae": {"cpu": ("cpu",), "cuda": ("cuda",)},
+    "ppo_loss": {},
+    "value_loss": {},
+}
+
+
+def resolve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The backend that `op` takes for tensors on `device` computed in `dtype`, and why.
+
+    Raises:
+        ValueError: `op` or `backend` is no known name.
+        RuntimeError: `backend` is forced and cannot run here; the message names what can.
+    """
+    if op not in KERNELS:
+        raise ValueError(f"op must be one of {', '.join(KERNELS)}, got {op!r}")
+    if backend not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {backend!r}")
+    if backend == "torch":
+        return "torch", "asked for"
+    if dtype == torch.float64:
+        return "torch", "float64 is computed by the reference"
+
+    problems: dict[str, str] = {}
+    for kernel in KERNELS[op].get(device.type, ()):
+        problem = _problem(kernel, device.type, device.index)
+        if not problem and backend in ("auto", kernel):
+            return kernel, "asked for" if backend == kernel else f"the first of its kernels on {device.type} that runs"
+        problems[kernel] = problem
+
+    if backend == "auto":
+        why = "; ".join(f"{kernel}: {problem}" for kernel, problem in problems.items())
+        return "torch", why or f"{op} has no kernel for {device.type}"
+    there = [repr(kernel) for kernel, problem in problems.items() if not problem] + ["'torch'"]
+    why = problems.get(backend) or f"{op} has no such kernel for {device.type} tensors"
+    raise RuntimeError(f"backend={backend!r} cannot run {op} on {device}: {why}; available: {', '.join(there)}")
+
+
+@cache
+def _problem(kernel: str, device_type: str, index: int | None) -> str:
+    """Why a kernel cannot run on a device; empty where it can."""
+    module, reason = _build.load()
+    if module is None:
+        return f"the compiled module fastppo._C does not load ({reason})"
+    if kernel == "cuda":
+        return str(module.cuda_problem(index or 0))
+    return ""

@@ -1,0 +1,78 @@
+"""Checks at the door of the public ops. Every message gives the argument's name, what was expected and what came."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def contents_checked(tensor: Tensor) -> bool:
+    """Whether its values may be looked at: on the CPU always, on a GPU (a synchronisation) under FASTPPO_CHECK=1."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("FASTPPO_CHECK") == "1"
+
+
+def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = FLOATS) -> None:
+    """A plain torch.Tensor of one of `dtypes` (None: any)."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if type(value).__name__ == "DTensor":
+        raise TypeError(
+            f"{name} must be a plain torch.Tensor, got a DTensor: pass {name}.to_local(), and for logits or a weight "
+            "sharded over the vocabulary also vocab=fastppo.VocabShard(...)"
+        )
+    if dtypes is not None and value.dtype not in dtypes:
+        raise TypeError(f"{name} must be one of {', '.join(map(_short, dtypes))}, got {_short(value.dtype)}")
+
+
+def check_like(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    """Same shape and device as another argument."""
+    if value.shape != like.shape:
+        raise ValueError(f"{name} must have {like_name}'s shape {list(like.shape)}, got {list(value.shape)}")
+    check_device(name, value, like_name, like)
+
+
+def check_device(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    if value.device != like.device:
+        raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {value.device}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_number(
+    name: str, value: object, *, above: float | None = None, at_least: float | None = None, below: float | None = None
+) -> None:
+    """A finite Python number within the given bounds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    wanted = [f"> {above}"] * (above is not None) + [f">= {at_least}"] * (at_least is not None)
+    wanted += [f"< {below}"] * (below is not None)
+    inside = (
+        (above is None or value > above)
+        and (at_least is None or value >= at_least)
+        and (below is None or value < below)
+        and value not in (float("inf"), float("-inf"))
+        and value == value
+    )
+    if not inside:
+        raise ValueError(f"{name} must be a finite number{' ' if wanted else ''}{' and '.join(wanted)}, got {value}")
+
+
+def refuse_double_backward(op: str) -> None:
+    """Called first in a backward: autograd records there only when a second derivative is wanted."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f'{op} has no second derivative on this backend (create_graph=True, torch.func): use backend="torch"'
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,149 @@
+"""What `ppo_loss` and `value_loss` share: their checks, and gradients that are formed in forward and kept."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastppo.checks import check_choice, check_like, check_number, check_tensor, refuse_double_backward
+from fastppo.packing import check_cu_seqlens
+from fastppo.reference.aggregation import Sums, normalised
+
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm")
+
+
+class LossOutput(NamedTuple):
+    loss: Tensor
+    metrics: Tensor
+
+
+def check_layout(
+    name: str,
+    tokens: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    aggregation: str,
+    norm: float | None,
+    num_tokens: float | Tensor | None,
+    num_seqs: float | Tensor | None,
+    sequences_for: str | None = None,
+) -> None:
+    """Token tensors [T] or [B, T], their mask, sequences and normalisers.
+
+    `sequences_for` names the option, if any, that needs to know the sequences.
+    """
+    if tokens.dim() not in (1, 2):
+        raise ValueError(f"{name} must have shape [T] or [B, T], got {list(tokens.shape)}")
+    if mask is not None:
+        check_tensor("mask", mask, dtypes=None)
+        check_like("mask", mask, name, tokens)
+    check_choice("aggregation", aggregation, AGGREGATIONS)
+    if (norm is not None) != (aggregation == "token_sum_norm"):
+        raise ValueError(
+            f"norm goes with aggregation='token_sum_norm' and only there, got norm={norm} with {aggregation!r}"
+        )
+    if norm is not None:
+        check_number("norm", norm, above=0)
+    check_count("num_tokens", num_tokens)
+    check_count("num_seqs", num_seqs)
+    if cu_seqlens is not None:
+        if tokens.dim() != 1:
+            raise ValueError(f"cu_seqlens goes with {name} of shape [T], got {list(tokens.shape)}")
+        check_cu_seqlens(cu_seqlens, tokens.numel(), like=tokens)
+    elif tokens.dim() == 1:
+        if aggregation == "seq_mean_token_mean" or (aggregation != "token_mean" and num_seqs is None):
+            sequences_for = f"aggregation={aggregation!r}"
+        if sequences_for is not None:
+            raise ValueError(
+                f"cu_seqlens must be given, or {name} as [B, T], for {sequences_for}, "
+                f"got neither: {name} has shape {list(tokens.shape)}"
+            )
+
+
+def check_count(name: str, value: float | Tensor | None) -> None:
+    """A global count: None, a number >= 0, or a 0-dim tensor, which is never read on the host."""
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise ValueError(f"{name} must be a number or a 0-dim tensor, got shape {list(value.shape)}")
+    elif value is not None:
+        check_number(name, value, at_least=0)
+
+
+def loss_of_sums(
+    op: str,
+    sums: Callable[[Tensor, Tensor | None], Sums],
+    x: Tensor,
+    entropy: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    plain: bool,
+) -> LossOutput:
+    """The normalised loss, differentiable in x and entropy: by the formula if `plain`, else by gradients kept."""
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, entropy))
+    # torch.compile derives and fuses the formula's gradient itself, and cannot look into gradients taken in a
+    # forward.
+    if plain or not wanted or torch.compiler.is_compiling():
+        result = sums(x, entropy)
+        return LossOutput(normalised(result).to(dtype), result.metrics)
+    loss, metrics, *_ = _KeptGradients.apply(x, entropy, sums, dtype, op)
+    return LossOutput(loss, metrics)
+
+
+class _KeptGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, entropy: Tensor | None, sums: Callable[[Tensor, Tensor | None], Sums], dtype: torch.dtype, op: str
+    ) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            x = x.detach().to(dtype).requires_grad_()
+            inputs = [x]
+            if entropy is not None:
+                entropy = entropy.detach().to(dtype).requires_grad_()
+                inputs.append(entropy)
+            result = sums(x, entropy)
+            kept = torch.autograd.grad(
+                result.total, inputs, retain_graph=result.nll_total is not None, allow_unused=True
+            )
+            nll_kept = None
+            if result.nll_total is not None:
+                (nll_kept,) = torch.autograd.grad(result.nll_total, [x])
+        loss = normalised(result).detach().to(dtype)
+        return (
+            loss,
+            result.metrics,
+            result.scale.to(dtype),
+            kept[0],
+            kept[1] if entropy is not None else None,
+            nll_kept,
+            None if result.nll_scale is None else result.nll_scale.to(dtype),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        x, entropy, _, _, ctx.op = inputs
+        ctx.dtypes = (x.dtype, None if entropy is None else entropy.dtype)
+        ctx.mark_non_differentiable(*(t for t in output[1:] if t is not None))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output[2:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        refuse_double_backward(ctx.op)
+        upstream = grads[0]
+        if upstream is None:
+            return None, None, None, None, None
+        scale, kept, entropy_kept, nll_kept, nll_scale = ctx.saved_tensors
+        factor = upstream * scale
+        grad = None if kept is None else kept * factor
+        if nll_kept is not None:
+            nll = nll_kept * (upstream * nll_scale)
+            grad = nll if grad is None else grad + nll
+        grad_entropy = None if entropy_kept is None else entropy_kept * factor
+        return (
+            None if grad is None else grad.to(ctx.dtypes[0]),
+            None if grad_entropy is None else grad_entropy.to(ctx.dtypes[1]),
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,239 @@
+"""Log-probabilities of given tokens and the entropy of their distributions, from logits.
+
+Per row, with x = softcap(logits), m = max x, d = (x - m) / temperature, e = exp(d), s = sum e, t = sum e*d:
+
+    logprob = d_y - log s,   entropy = log s - t/s,
+    dd_j = e_j/s * (-g_lp - g_H * (d_j - t/s)),  at j = y plus g_lp, formed as g_lp * -expm1(logprob).
+
+Everything is a difference to the maximum: a shift of the logits changes nothing, and logprob <= 0 and entropy >= 0
+hold exactly. Kept for backward: the caller's logits and four numbers per row (m, s, t/s, d_y); e is recomputed.
+
+The rows are worked on in chunks (`ops/_logprob_rows.py`), so next to logits and dlogits a CPU needs about 16 MB.
+`backend="torch"` asks for the plain formula of `reference/logprob.py` instead: higher derivatives, no such economy.
+
+Over a sharded vocabulary the four numbers are of this rank's columns, gathered and combined in `vocab.py`; backward is
+local.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastppo.ops._logprob_rows  # noqa: F401  registers torch.ops.fastppo.logprob_*
+from fastppo.backends import resolve
+from fastppo.checks import (
+    INTEGERS,
+    check_device,
+    check_like,
+    check_number,
+    check_tensor,
+    contents_checked,
+    refuse_double_backward,
+)
+from fastppo.reference.logprob import logprob as definition
+from fastppo.vocab import VocabShard, combine_stats, gather_stats
+
+
+class LogprobOutput(NamedTuple):
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def logprob(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    with_entropy: bool = True,
+    vocab: VocabShard | None = None,
+    inplace_backward: bool = False,
+    backend: Literal["auto", "cuda", "triton", "cpu", "torch"] = "auto",
+) -> LogprobOutput:
+    """log p(target) and entropy, in nats, of softmax(softcap(logits) / temperature).
+
+    softcap(z) = softcap * tanh(z / softcap) is the model's and comes first, the temperature is the sampler's. -inf
+    stays -inf through both, as if that column were deleted; +inf, NaN or a row of -inf give NaN.
+
+    Args:
+        logits: [..., V], float16, bfloat16, float32 or float64; V is this rank's columns when `vocab` is given. Any
+            strides.
+        targets: [...], integer, ids of the whole vocabulary. A row whose target is `ignore_index` is not read: 0,
+            0, gradient 0.
+        temperature: > 0, a number or a tensor of targets' shape. No gradient flows to it.
+        softcap: > 0, or None for none.
+        with_entropy: False spares the entropy, which is then None.
+        vocab: the columns of this rank where the vocabulary is sharded; one all-gather of four numbers per row.
+        inplace_backward: backward writes the logits' gradient into the logits' storage. They must be nobody's but
+            ours: not a leaf, not expanded. A second backward raises.
+        backend: "auto", "cuda", "triton", "cpu", or "torch" (the reference, for higher derivatives).
+
+    Returns:
+        LogprobOutput(logprobs, entropy): [...], float32 (float64 for float64 logits). logprobs <= 0; 0 <= entropy.
+
+    Raises:
+        ValueError: shapes or devices disagree, a width other than the shard's, temperature or softcap not positive,
+            logits that inplace_backward cannot use, an unknown backend.
+        TypeError: a dtype not named above, a DTensor.
+        IndexError: a target outside the vocabulary (on a CPU, and under FASTPPO_CHECK=1; elsewhere that row is
+            NaN).
+        RuntimeError: a backend that cannot run here, a second derivative on another backend than "torch".
+    """
+    check_tensor("targets", targets, INTEGERS)
+    targets = targets.long()  # an unsigned dtype has no -100 to compare with
+    _check(logits, targets, temperature, softcap, ignore_index, vocab, inplace_backward)
+    resolve("logprob", backend, logits.device, logits.dtype)
+    if backend == "torch" and vocab is None and not inplace_backward:
+        return LogprobOutput(
+            *definition(
+                logits,
+                targets,
+                temperature=temperature,
+                softcap=softcap,
+                ignore_index=ignore_index,
+                with_entropy=with_entropy,
+            )
+        )
+    per_row = temperature.detach().reshape(-1) if isinstance(temperature, Tensor) else None
+    options = _Options(
+        1.0 if isinstance(temperature, Tensor) else float(temperature),
+        None if softcap is None else float(softcap),
+        ignore_index,
+        with_entropy,
+        0 if vocab is None else vocab.start,
+        logits.shape[-1] if vocab is None else vocab.used,
+    )
+    logprobs, entropy, _ = _Logprob.apply(logits, targets.reshape(-1), per_row, options, vocab, inplace_backward)
+    return LogprobOutput(logprobs, entropy if with_entropy else None)
+
+
+class _Options(NamedTuple):
+    temperature: float
+    softcap: float | None
+    ignore_index: int
+    with_entropy: bool
+    start: int  # id of this rank's first column
+    used: int  # this rank's columns that are real ids
+
+
+class _Logprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        logits: Tensor,
+        targets: Tensor,
+        temperature: Tensor | None,
+        options: _Options,
+        vocab: VocabShard | None,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        local = torch.ops.fastppo.logprob_stats(logits, targets, temperature, *options)
+        divisor = options.temperature if temperature is None else temperature.to(local.dtype)
+        m, s, t, zy = combine_stats(gather_stats(local, vocab), divisor).unbind(-1)
+        ignored = targets == options.ignore_index
+        log_s = s.log()
+        d_y = (zy - m) / divisor
+        logprobs = torch.where(ignored, 0.0, d_y - log_s)
+        entropy = torch.where(ignored, 0.0, log_s - t / s) if options.with_entropy else logprobs.new_empty(0)
+        shape = logits.shape[:-1]
+        return (
+            logprobs.view(shape),
+            entropy.view(shape) if options.with_entropy else entropy,
+            torch.stack((m, s, t / s, d_y), -1),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits, targets, temperature, ctx.options, _, ctx.inplace = inputs
+        stats = output[2]
+        ctx.mark_non_differentiable(*(output[2:] if ctx.options.with_entropy else output[1:]))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, targets, temperature, stats)
+        ctx.spent = False
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None, None]:
+        refuse_double_backward("logprob")
+        if ctx.spent:
+            raise RuntimeError(
+                "logprob with inplace_backward=True has no second backward: the logits hold their gradient"
+            )
+        logits, targets, temperature, stats = ctx.saved_tensors
+        grad_logprobs, grad_entropy, _ = grads
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 6
+        rows = stats.shape[0]
+        upstream = stats.new_zeros(rows, 2)
+        if grad_logprobs is not None:
+            upstream[:, 0] = grad_logprobs.reshape(-1)
+        if grad_entropy is not None:
+            upstream[:, 1] = grad_entropy.reshape(-1)
+        options = ctx.options._replace(with_entropy=grad_entropy is not None)
+        if ctx.inplace:
+            ctx.spent = True
+            torch.ops.fastppo.logprob_dlogits_(logits, targets, temperature, stats, upstream, *options)
+            return logits.detach(), None, None, None, None, None
+        dlogits = torch.ops.fastppo.logprob_dlogits(logits, targets, temperature, stats, upstream, *options)
+        return dlogits, None, None, None, None, None
+
+
+def _check(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int,
+    vocab: VocabShard | None,
+    inplace_backward: bool,
+) -> None:
+    check_tensor("logits", logits)
+    if logits.dim() < 1 or targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets must have logits' shape without the last dimension, {list(logits.shape[:-1])}, "
+            f"got {list(targets.shape)}"
+        )
+    check_device("targets", targets, "logits", logits)
+    if vocab is not None:
+        if logits.shape[-1] != vocab.width:
+            raise ValueError(
+                f"logits must have the {vocab.width} columns of vocab [{vocab.start}, {vocab.end}), "
+                f"got {logits.shape[-1]}"
+            )
+    elif logits.shape[-1] == 0:
+        raise ValueError(f"logits must have at least one column, got shape {list(logits.shape)}")
+    if softcap is not None:
+        check_number("softcap", softcap, above=0)
+    used = targets != ignore_index
+    if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature)
+        check_like("temperature", temperature, "targets", targets)
+        if contents_checked(temperature) and not bool((temperature > 0).logical_or(~used).all()):
+            raise ValueError(f"temperature must be > 0, got {temperature[used].min().item()}")
+    else:
+        check_number("temperature", temperature, above=0)
+    if contents_checked(targets):
+        size = logits.shape[-1] if vocab is None else vocab.vocab_size
+        outside = ((targets < 0) | (targets >= size)) & used
+        if bool(outside.any()):
+            raise IndexError(
+                f"targets must be in [0, {size}) or ignore_index={ignore_index}, got {targets[outside][0].item()}"
+            )
+    if inplace_backward and logits.requires_grad and torch.is_grad_enabled():
+        if logits.is_leaf:
+            raise ValueError("logits must not be a leaf with inplace_backward=True, got a leaf that requires grad")
+        if _overlaps(logits):
+            raise ValueError(
+                "logits must not be expanded or overlap themselves with inplace_backward=True, "
+                f"got shape {list(logits.shape)} with strides {list(logits.stride())}"
+            )
+
+
+def _overlaps(x: Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False

@@ -1,0 +1,26 @@
+"""What every test shares: one thread a process, fixed seeds, no network, and the reason why a gpu test is skipped."""
+
+import os
+import random
+
+# Before any import reads these: no test depends on the network, and no library starts a thread pool of its own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and torch sees none")

@@ -1,0 +1,734 @@
+"""gae against a float64 oracle that cuts unselected positions out, for every backend, option and layout.
+
+Legend: B sequences, T positions.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastppo.ops.gae import GAEOutput, gae
+from fastppo.packing import cu_seqlens_from_lengths
+from fastppo.reference.gae import gae as definition
+
+BACKENDS = ["cpu", "torch", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+# CPU: groups of 4 lanes below 16 sequences, of 16 from there, tiles of 64 steps. CUDA: a warp a sequence, tiles of 32.
+SHAPES = {
+    "one": (1, 1),
+    "part-of-a-group": (3, 5),
+    "a-group-and-a-tile": (4, 64),
+    "a-group-and-a-lane-past-a-tile": (5, 65),
+    "wide-groups-and-a-lane": (33, 7),
+    "three-tiles": (17, 131),
+    "warp-tile": (2, 32),
+    "past-a-warp-tile": (2, 33),
+}
+
+FULL = ("mask", "terminated", "truncated")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "mask": ("mask",),
+    "terminated": ("terminated",),
+    "truncated": ("truncated", "bootstrap_full"),
+    "truncated-one-bootstrap-a-row": ("truncated", "bootstrap_row"),
+    "bootstrap-at-the-end": ("mask", "bootstrap_row"),
+    "bootstrap-unless-terminated": ("mask", "terminated", "bootstrap_row"),
+    "lam-a-row": ("mask", "lam_row"),
+    "decoupled": ("mask", "terminated", "lam_returns"),
+    "decoupled-a-row": ("mask", "lam_returns_row"),
+    "everything": (*FULL, "bootstrap_full", "lam_row", "lam_returns_row"),
+    "everything-a-row": (*FULL, "bootstrap_row", "lam_returns"),
+}
+
+
+def oracle(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    gamma: float,
+    lam: float,
+    lam_returns: float | None,
+    mask: np.ndarray,
+    terminated: np.ndarray,
+    truncated: np.ndarray,
+    bootstrap: np.ndarray | None,
+    final: float | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """One sequence [T], float64. bootstrap [T] is read where truncated; final is V after the last selected position."""
+    advantages, returns = np.zeros(len(rewards)), np.zeros(len(rewards))
+    kept = np.flatnonzero(mask)
+    r, v = rewards[kept], values[kept]
+    following = np.append(v[1:], 0.0 if final is None else final)
+    for j, t in enumerate(kept):
+        if terminated[t]:
+            following[j] = 0.0
+        elif truncated[t]:
+            following[j] = bootstrap[t]
+    delta = r + gamma * following - v
+    go_on = ~(terminated[kept] | truncated[kept])
+    for j, t in enumerate(kept):  # the sum of eq. 16, forward from each position
+        for out, decay in ((advantages, gamma * lam), (returns, gamma * (lam if lam_returns is None else lam_returns))):
+            weight, k, total = 1.0, j, delta[j]
+            while go_on[k] and k + 1 < len(kept):
+                k, weight = k + 1, weight * decay
+                total += weight * delta[k]
+            out[t] = total
+        returns[t] += v[j]
+    return advantages, returns
+
+
+class Case:
+    """Inputs [B, T] in float64, rounded to a dtype where asked, and the arguments and answers that follow from them."""
+
+    def __init__(self, shape: tuple[int, int], options: tuple[str, ...], dtype: torch.dtype = torch.float32) -> None:
+        b, t = shape
+        rng = np.random.default_rng(b * 1000 + t)
+
+        def floats(*size: int) -> Tensor:
+            return torch.from_numpy(rng.standard_normal(size)).to(dtype)
+
+        def flags(p: float) -> Tensor:
+            return torch.from_numpy(rng.random(shape) < p)
+
+        self.gamma, self.lam = 0.98, 0.9
+        self.full: dict[str, Tensor] = {"rewards": floats(b, t), "values": floats(b, t)}
+        probability = {"mask": 0.6, "terminated": 0.15, "truncated": 0.15}
+        self.full |= {name: flags(probability[name]) for name in FULL if name in options}
+        self.row: dict[str, Tensor | float] = {}
+        if "bootstrap_full" in options:
+            self.full["bootstrap_values"] = floats(b, t)
+        if "bootstrap_row" in options:
+            self.row["bootstrap_values"] = floats(b)
+        self.row["lam"] = torch.from_numpy(rng.random(b)).float() if "lam_row" in options else self.lam
+        if "lam_returns" in options:
+            self.row["lam_returns"] = 1.0
+        if "lam_returns_row" in options:
+            self.row["lam_returns"] = torch.from_numpy(rng.random(b)).float()
+
+    def arguments(self, view: Callable[[Tensor], Tensor] = lambda x: x, device: str = "cpu") -> dict[str, Any]:
+        moved = {name: view(x.to(device)) for name, x in self.full.items()}
+        rows = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.row.items()}
+        return moved | rows | {"gamma": self.gamma}
+
+    def expected(self, lengths: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        b, t = self.full["rewards"].shape
+        lengths = [t] * b if lengths is None else lengths
+        advantages, returns = np.zeros((b, t)), np.zeros((b, t))
+        nothing = np.zeros((b, t), dtype=bool)
+        full = {name: x.double().numpy() for name, x in self.full.items()}
+        row = {
+            name: x.double().numpy() if isinstance(x, Tensor) else np.full(b, x, dtype=np.float64)
+            for name, x in self.row.items()
+        }
+        bootstrap, final = full.get("bootstrap_values"), None
+        if "bootstrap_values" in row:
+            spread = np.repeat(row["bootstrap_values"][:, None], t, axis=1)
+            bootstrap, final = (spread, None) if "truncated" in full else (None, row["bootstrap_values"])
+        for i, n in enumerate(lengths):
+            advantages[i, :n], returns[i, :n] = oracle(
+                full["rewards"][i, :n],
+                full["values"][i, :n],
+                self.gamma,
+                row["lam"][i],
+                row["lam_returns"][i] if "lam_returns" in row else None,
+                full.get("mask", ~nothing)[i, :n] != 0,
+                full.get("terminated", nothing)[i, :n] != 0,
+                full.get("truncated", nothing)[i, :n] != 0,
+                None if bootstrap is None else bootstrap[i, :n],
+                None if final is None else final[i],
+            )
+        return advantages, returns
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if backend == "cuda" else "cpu"
+
+
+def close(output: GAEOutput, expected: tuple[np.ndarray, np.ndarray], dtype: torch.dtype = torch.float32) -> None:
+    # A few roundings of the largest term a position depends on.
+    eps = 1e-14 if dtype == torch.float64 else 1e-6
+    for name, got, want in zip(("advantages", "returns"), output, expected, strict=True):
+        assert got.dtype == dtype and not got.requires_grad
+        atol = eps * max(1, abs(want).max(initial=0))
+        np.testing.assert_allclose(got.cpu().double().numpy(), want, rtol=0, atol=atol, err_msg=name)
+
+
+def same_bits(a: GAEOutput, b: GAEOutput) -> None:
+    for name, x, y in zip(("advantages", "returns"), a, b, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# --- Against the oracle -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_padded(shape: tuple[int, int], options: tuple[str, ...], backend: str) -> None:
+    case = Case(shape, options)
+    close(gae(**case.arguments(device=device_of(backend)), backend=backend), case.expected())
+
+
+# Lengths with empty sequences at both ends and inside, one token, exactly a tile, and past one.
+LENGTHS = [0, 5, 1, 0, 64, 66, 32, 33, 2, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("copies", [1, 2], ids=["narrow-groups", "wide-groups"])
+def test_packed(copies: int, options: tuple[str, ...], index: torch.dtype, backend: str) -> None:
+    lengths = LENGTHS * copies
+    case = Case((len(lengths), max(lengths)), options)
+    inside = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    arguments = case.arguments(lambda x: x.cpu()[inside].to(x.device), device_of(backend))
+    cu_seqlens = cu_seqlens_from_lengths(lengths, dtype=index, device=device_of(backend))
+    advantages, returns = case.expected(lengths)
+    close(gae(**arguments, cu_seqlens=cu_seqlens, backend=backend), (advantages[inside], returns[inside]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", ["plain", "everything", "everything-a-row", "bootstrap-unless-terminated"])
+def test_one_sequence_without_cu_seqlens(options: str, backend: str) -> None:
+    case = Case((1, 70), OPTIONS[options])
+    advantages, returns = case.expected()
+    output = gae(**case.arguments(lambda x: x[0], device_of(backend)), backend=backend)
+    close(output, (advantages[0], returns[0]))
+
+
+def spaced(x: Tensor) -> Tensor:
+    """Every other element of both dimensions of something larger."""
+    room = torch.full((2 * x.shape[0] + 1, 2 * x.shape[1] + 1), 1, dtype=x.dtype, device=x.device)
+    room[1::2, 1::2] = x
+    return room[1::2, 1::2]
+
+
+# How [B, T] is laid out, and the time_dim that says so.
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "strided": (spaced, -1),
+    "columns-contiguous": (lambda x: x.t().contiguous().t(), 1),
+    "time-major": (lambda x: x.t().contiguous(), 0),
+    "time-major-view": (lambda x: x.t(), -2),
+    "time-major-strided": (lambda x: spaced(x).t(), 0),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", ["mask", "everything", "everything-a-row"])
+@pytest.mark.parametrize("shape", [(4, 65), (16, 3), (19, 67)], ids=str)
+def test_layouts(
+    shape: tuple[int, int], options: str, layout: tuple[Callable[[Tensor], Tensor], int], backend: str
+) -> None:
+    view, time_dim = layout
+    case = Case(shape, OPTIONS[options])
+    output = gae(**case.arguments(view, device_of(backend)), time_dim=time_dim, backend=backend)
+    if time_dim in (0, -2):
+        assert output.advantages.shape == (shape[1], shape[0])
+        output = GAEOutput(output.advantages.t(), output.returns.t())
+    close(output, case.expected())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_expanded_inputs(backend: str) -> None:
+    case = Case((6, 9), ("mask", "terminated"))
+    case.full["rewards"] = case.full["rewards"][:, :1]
+    case.full["mask"] = case.full["mask"][:1]
+    wide = case.arguments(lambda x: x.expand(6, 9), device_of(backend))
+    assert 0 in wide["rewards"].stride() and 0 in wide["mask"].stride()
+    case.full = {name: x.expand(6, 9).contiguous() for name, x in case.full.items()}
+    close(gae(**wide, backend=backend), case.expected())
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rewards", "values"), list(itertools.product(FLOATS, FLOATS)), ids=str)
+def test_dtypes_in_any_mix(rewards: torch.dtype, values: torch.dtype, backend: str) -> None:
+    case = Case((17, 70), OPTIONS["everything"])
+    case.full["rewards"] = case.full["rewards"].to(rewards)
+    case.full["values"] = case.full["values"].to(values)
+    case.full["bootstrap_values"] = case.full["bootstrap_values"].to(values)
+    close(gae(**case.arguments(device=device_of(backend)), backend=backend), case.expected())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_float16_is_read_exactly(backend: str) -> None:
+    """Subnormals, infinities and NaN included: with gamma 0 and value 0 the advantage is the reward."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    rewards = bits.view(torch.float16).to(device_of(backend))
+    rewards = rewards[rewards.isfinite()]
+    values = torch.zeros_like(rewards)
+    assert torch.equal(gae(rewards, values, gamma=0.0, lam=0.0, backend=backend).advantages, rewards.float())
+    for special in (float("inf"), float("-inf"), float("nan")):
+        one = torch.tensor([special], dtype=torch.float16, device=rewards.device)
+        got = gae(one, torch.zeros_like(one), gamma=0.0, lam=0.0, backend=backend).advantages
+        torch.testing.assert_close(got, one.float(), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wide", ["rewards", "values", "bootstrap_values"])
+def test_float64_goes_to_the_reference(wide: str, backend: str) -> None:
+    case = Case((3, 40), OPTIONS["everything"])
+    case.full[wide] = case.full[wide].double() + 1e-12
+    close(gae(**case.arguments(device=device_of(backend)), backend=backend), case.expected(), torch.float64)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.float32, torch.bfloat16], ids=str
+)
+def test_flags_of_any_dtype_are_true_where_not_zero(dtype: torch.dtype, backend: str) -> None:
+    case = Case((5, 40), OPTIONS["everything"])
+    expected = case.expected()
+    for name in FULL:
+        case.full[name] = case.full[name].to(dtype) * (1 if dtype == torch.bool else 2)
+    if dtype.is_floating_point:
+        mask = case.full["mask"]
+        case.full["mask"] = torch.where(mask == 0, -0.0, torch.nan).to(dtype)
+    close(gae(**case.arguments(device=device_of(backend)), backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)], ids=str)
+def test_empty(shape: tuple[int, int], backend: str) -> None:
+    empty = torch.zeros(shape, device=device_of(backend))
+    for output in gae(empty, empty, gamma=0.9, lam=0.9, mask=empty, backend=backend):
+        assert output.shape == shape and output.dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("offsets", [[0], [0, 0, 0]], ids=str)
+def test_empty_packed(offsets: list[int], backend: str) -> None:
+    empty = torch.zeros(0, device=device_of(backend))
+    cu_seqlens = torch.tensor(offsets, device=device_of(backend))
+    assert gae(empty, empty, gamma=0.9, lam=0.9, cu_seqlens=cu_seqlens, backend=backend).advantages.shape == (0,)
+
+
+# --- Known values and what the mask means -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_value_of_padding_is_not_the_next_value(backend: str) -> None:
+    device = device_of(backend)
+    rewards, values, mask = (torch.tensor(x, device=device) for x in ([0.0, 1, 0], [0.0, 0, 100], [1, 1, 0]))
+    output = gae(rewards, values, gamma=1.0, lam=0.95, mask=mask, backend=backend)
+    assert output.advantages.tolist() == [pytest.approx(0.95), 1.0, 0.0]
+    assert output.returns.tolist() == [pytest.approx(0.95), 1.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", ["mask", "everything", "everything-a-row", "bootstrap-unless-terminated"])
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("shape", [(5, 70), (18, 40)], ids=str)
+def test_unselected_positions_reach_nothing(shape: tuple[int, int], garbage: float, options: str, backend: str) -> None:
+    case = Case(shape, OPTIONS[options])
+    device = device_of(backend)
+    clean = gae(**case.arguments(device=device), backend=backend)
+    out = ~case.full["mask"]
+    for name, x in case.full.items():
+        if name != "mask":
+            case.full[name] = torch.where(out, True if x.dtype == torch.bool else garbage, x)
+    assert case.full["rewards"].isfinite().logical_not().any()
+    same_bits(gae(**case.arguments(device=device), backend=backend), clean)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sequence_without_selected_positions_reads_no_bootstrap_value(backend: str) -> None:
+    device = device_of(backend)
+    rewards = torch.full((2, 40), torch.nan, device=device)
+    rewards[1] = 1.0
+    mask = torch.tensor([[False], [True]], device=device).expand(2, 40)
+    bootstrap = torch.tensor([torch.nan, 0.0], device=device)
+    output = gae(
+        rewards, torch.zeros_like(rewards), gamma=1.0, lam=1.0, mask=mask, bootstrap_values=bootstrap, backend=backend
+    )
+    assert output.advantages[0].tolist() == [0.0] * 40
+    assert output.advantages[1].tolist() == list(range(40, 0, -1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tool_output_between_two_turns_vanishes(backend: str) -> None:
+    device = device_of(backend)
+    rewards, values = torch.randn(100, device=device), torch.randn(100, device=device)
+    mask = torch.ones(100, dtype=torch.bool, device=device)
+    mask[20:75] = False
+    options: dict[str, Any] = {"gamma": 0.97, "lam": 0.9, "backend": backend}
+    whole = gae(rewards, values, mask=mask, **options)
+    cut = gae(rewards[mask], values[mask], **options)
+    torch.testing.assert_close(whole.advantages[mask], cut.advantages, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(whole.returns[mask], cut.returns, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
+def test_nothing_crosses_an_episodes_end(poison: float, backend: str) -> None:
+    """Two episodes in one row: not even a NaN of the second reaches the first, at every place within a tile."""
+    device = device_of(backend)
+    steps = 80
+    for end in range(steps - 1):
+        rewards = torch.ones(2, steps, device=device)
+        rewards[:, end + 1 :] = poison
+        values = torch.full_like(rewards, 0.5)
+        values[:, end + 1 :] = poison
+        flag = torch.zeros(2, steps, dtype=torch.bool, device=device)
+        flag[:, end] = True
+        terminated, truncated = flag.clone(), flag.clone()
+        terminated[1] = False
+        output = gae(
+            rewards, values, gamma=1.0, lam=1.0, terminated=terminated, truncated=truncated,
+            bootstrap_values=torch.full_like(rewards, 10.0), backend=backend,
+        )  # fmt: skip
+        left = torch.arange(end + 1, 0, -1, device=device)
+        assert torch.equal(output.returns[0, : end + 1], left.float())
+        assert torch.equal(output.returns[1, : end + 1], left + 10.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_full_shape_and_per_sequence_bootstrap_of_one_token_sequences_agree(backend: str) -> None:
+    """[T] and [B] are the same shape here; both readings must give the same."""
+    device = device_of(backend)
+    x, bootstrap = torch.zeros(3, device=device), torch.tensor([1.0, 2.0, 3.0], device=device)
+    cu_seqlens = torch.arange(4, device=device)
+    options: dict[str, Any] = {
+        "gamma": 0.5,
+        "lam": 1.0,
+        "cu_seqlens": cu_seqlens,
+        "bootstrap_values": bootstrap,
+        "backend": backend,
+    }
+    truncated = torch.ones(3, dtype=torch.bool, device=device)
+    assert gae(x, x, truncated=truncated, **options).advantages.tolist() == [0.5, 1.0, 1.5]
+    assert gae(x, x, **options).advantages.tolist() == [0.5, 1.0, 1.5]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_full_shape_bootstrap_without_truncated_is_read_nowhere(backend: str) -> None:
+    case = Case((3, 9), ())
+    arguments = case.arguments(device=device_of(backend))
+    bootstrap = torch.full_like(arguments["values"], torch.nan)
+    same_bits(gae(**arguments, bootstrap_values=bootstrap, backend=backend), gae(**arguments, backend=backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_whiten(backend: str) -> None:
+    case = Case((6, 30), OPTIONS["everything"])
+    arguments = case.arguments(device=device_of(backend))
+    plain, white = gae(**arguments, backend=backend), gae(**arguments, whiten=True, backend=backend)
+    selected = plain.advantages[arguments["mask"]].double()
+    expected = (selected - selected.mean()) / (selected.var(correction=0) + 1e-8).sqrt()
+    torch.testing.assert_close(white.advantages[arguments["mask"]].double(), expected, rtol=1e-5, atol=1e-6)
+    assert white.advantages[~arguments["mask"]].eq(0).all()
+    assert torch.equal(white.returns, plain.returns)
+    reference = GAEOutput(*definition(**arguments, whiten=True))
+    torch.testing.assert_close(white.advantages, reference.advantages, rtol=1e-5, atol=1e-6)
+
+
+# --- Properties -------------------------------------------------------------------------------------------------------
+
+lengths_of = st.lists(st.integers(0, 70), min_size=1, max_size=20)
+unit = st.sampled_from([0.0, 0.5, 0.95, 1.0])
+
+
+def random_batch(lengths: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """rewards and values [B, T] with garbage in the padding, and which positions are inside."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = max(lengths)
+    inside = torch.arange(steps) < torch.tensor(lengths)[:, None]
+    rewards, values = (torch.randn(len(lengths), steps, generator=generator) for _ in range(2))
+    return rewards.masked_fill(~inside, torch.nan), values.masked_fill(~inside, torch.inf), inside
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths_of, unit, unit, st.integers(0, 2**31))
+def test_packed_is_bit_for_bit_padded(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+    rewards, values, inside = random_batch(lengths, seed)
+    for backend in ("cpu", "torch"):
+        padded = gae(rewards, values, gamma=gamma, lam=lam, mask=inside, backend=backend)
+        packed = gae(
+            rewards[inside],
+            values[inside],
+            gamma=gamma,
+            lam=lam,
+            cu_seqlens=cu_seqlens_from_lengths(lengths),
+            backend=backend,
+        )
+        same_bits(packed, GAEOutput(padded.advantages[inside], padded.returns[inside]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths_of, unit, st.integers(0, 2**31))
+def test_lambda_one_is_discounted_return_minus_value(lengths: list[int], gamma: float, seed: int) -> None:
+    rewards, values, inside = random_batch(lengths, seed)
+    output = gae(rewards, values, gamma=gamma, lam=1.0, mask=inside, backend="cpu")
+    for b, n in enumerate(lengths):
+        discounted = 0.0
+        for t in reversed(range(n)):
+            discounted = rewards[b, t].item() + gamma * discounted
+            assert output.returns[b, t].item() == pytest.approx(discounted, abs=3e-5)
+            assert output.advantages[b, t].item() == pytest.approx(discounted - values[b, t].item(), abs=3e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths_of, unit, unit, st.integers(0, 2**31))
+def test_masking_is_cutting_out(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+    rewards, values, inside = random_batch(lengths, seed)
+    mask = inside & (torch.rand(inside.shape, generator=torch.Generator().manual_seed(seed)) < 0.5)
+    masked = gae(rewards, values, gamma=gamma, lam=lam, mask=mask, backend="cpu")
+    cut = gae(
+        rewards[mask],
+        values[mask],
+        gamma=gamma,
+        lam=lam,
+        cu_seqlens=cu_seqlens_from_lengths(mask.sum(1)),
+        backend="cpu",
+    )
+    same_bits(GAEOutput(masked.advantages[mask], masked.returns[mask]), cut)
+
+
+# --- As a torch op ----------------------------------------------------------------------------------------------------
+
+
+def op_arguments(case: Case, **extra: Any) -> tuple[Any, ...]:
+    x: dict[str, Any] = case.arguments() | extra
+    lam, lam_returns = x["lam"], x.get("lam_returns")
+    return (
+        x["rewards"],
+        x["values"],
+        x["gamma"],
+        0.0 if isinstance(lam, Tensor) else lam,
+        lam if isinstance(lam, Tensor) else None,
+        None if isinstance(lam_returns, Tensor) else lam_returns,
+        lam_returns if isinstance(lam_returns, Tensor) else None,
+        *(x.get(name) for name in FULL),
+        x.get("bootstrap_values"),
+        x.get("cu_seqlens"),
+        x.get("time_dim", -1),
+        x.get("backend", "cpu"),
+    )
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("options", ["plain", "everything", "everything-a-row"])
+def test_opcheck(options: str, backend: str) -> None:
+    case = Case((3, 6), OPTIONS[options])
+    case.full["rewards"].requires_grad_()
+    torch.library.opcheck(torch.ops.fastppo.gae.default, op_arguments(case, backend=backend))
+
+
+@pytest.mark.parametrize("options", ["plain", "everything", "everything-a-row"])
+def test_compiles_without_a_graph_break(options: str) -> None:
+    case = Case((4, 9), OPTIONS[options])
+    compiled = torch.compile(gae, fullgraph=True, backend="aot_eager")
+    same_bits(compiled(**case.arguments()), gae(**case.arguments()))
+
+
+def test_compiles_packed() -> None:
+    x = torch.randn(9)
+    cu_seqlens = torch.tensor([0, 4, 9])
+    compiled = torch.compile(gae, fullgraph=True, backend="aot_eager")
+    same_bits(
+        compiled(x, x, gamma=0.9, lam=0.9, cu_seqlens=cu_seqlens), gae(x, x, gamma=0.9, lam=0.9, cu_seqlens=cu_seqlens)
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_gradient_flows(backend: str) -> None:
+    x = torch.randn(3, 4, device=device_of(backend), requires_grad=True)
+    for output in gae(x * 2, x, gamma=0.9, lam=0.9, backend=backend):
+        assert not output.requires_grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_are_left_as_they_are(backend: str) -> None:
+    arguments = Case((5, 40), OPTIONS["everything"]).arguments(device=device_of(backend))
+    before = {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    gae(**arguments, whiten=True, backend=backend)
+    for name, x in arguments.items():
+        assert torch.equal(x, before[name]) if isinstance(x, Tensor) else x == before[name]
+
+
+ISA_SCRIPT = """
+import sys, torch
+from fastppo import _C
+from fastppo.ops.gae import gae
+assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
+g = torch.Generator().manual_seed(0)
+for shape in ((3, 70), (40, 130)):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        r, v = (torch.randn(shape, generator=g).to(dtype) for _ in range(2))
+        m, e = (torch.rand(shape, generator=g) < p for p in (0.8, 0.1))
+        for time_dim in (0, 1):
+            flags = {"mask": m, "terminated": e, "time_dim": time_dim}
+            out = gae(r, v, gamma=0.99, lam=0.95, lam_returns=1.0, **flags, backend="cpu")
+            print([x.view(torch.int32).sum(dtype=torch.int64).item() for x in out])
+"""
+
+
+def isas() -> Iterator[str]:
+    import fastppo._C as module
+
+    known = ["baseline", "avx2", "avx512"]
+    yield from known[: known.index(module.cpu_isa()) + 1]
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    printed = {
+        isa: subprocess.run(
+            [sys.executable, "-c", ISA_SCRIPT, isa],
+            env=os.environ | {"FASTPPO_CPU_ISA": isa},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for isa in isas()
+    }
+    assert printed["baseline"].count("\n") == 12
+    assert set(printed.values()) == {printed["baseline"]}
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+X = torch.zeros(2, 3)
+T6 = torch.zeros(6)
+CU = torch.tensor([0, 6])
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "integer-rewards": ({"rewards": X.long()}, TypeError, "rewards must be one of .*, got int64"),
+    "integer-values": ({"values": X.int()}, TypeError, "values must be one of .*, got int32"),
+    "bool-values": ({"values": X.bool()}, TypeError, "values must be one of .*, got bool"),
+    "complex": ({"rewards": X.cfloat()}, TypeError, "rewards must be one of .*, got complex64"),
+    "integer-bootstrap": (
+        {"truncated": X, "bootstrap_values": X.long()},
+        TypeError,
+        "bootstrap_values must be one of .*, got int64",
+    ),
+    "list": ({"rewards": [[0.0]]}, TypeError, "rewards must be a torch.Tensor, got list"),
+    "list-mask": ({"mask": [True]}, TypeError, "mask must be a torch.Tensor, got list"),
+    "0-d": (
+        {"rewards": torch.tensor(1.0), "values": torch.tensor(1.0)},
+        ValueError,
+        r"rewards must have shape .*, got \[\]",
+    ),
+    "3-d": ({"rewards": X[None], "values": X[None]}, ValueError, r"rewards must have shape .*, got \[1, 2, 3\]"),
+    "values-shape": (
+        {"values": torch.zeros(2, 4)},
+        ValueError,
+        r"values must have rewards's shape \[2, 3\], got \[2, 4\]",
+    ),
+    "mask-shape": ({"mask": torch.zeros(3)}, ValueError, r"mask must have rewards's shape \[2, 3\], got \[3\]"),
+    "terminated-shape": ({"terminated": torch.zeros(2)}, ValueError, r"terminated must have .*, got \[2\]"),
+    "truncated-shape": (
+        {"truncated": torch.zeros(2), "bootstrap_values": X},
+        ValueError,
+        r"truncated must have .*\[2\]",
+    ),
+    "device": ({"mask": X.to("meta")}, ValueError, "mask must be on rewards's device cpu, got meta"),
+    "bootstrap-device": (
+        {"bootstrap_values": X.to("meta")},
+        ValueError,
+        "bootstrap_values must be on .* cpu, got meta",
+    ),
+    "bootstrap-shape": (
+        {"truncated": X, "bootstrap_values": torch.zeros(3)},
+        ValueError,
+        r"bootstrap_values must have values' shape \[2, 3\] or \[B\] = \[2\], got \[3\]",
+    ),
+    "truncated-alone": ({"truncated": X}, ValueError, "bootstrap_values must be given with truncated, got None"),
+    "gamma-above": ({"gamma": 1.5}, ValueError, r"gamma must be in \[0, 1\], got 1.5"),
+    "gamma-nan": ({"gamma": float("nan")}, ValueError, r"gamma must be in \[0, 1\], got nan"),
+    "gamma-tensor": ({"gamma": torch.ones(2)}, TypeError, "gamma must be a number, got Tensor"),
+    "lam-below": ({"lam": -0.1}, ValueError, r"lam must be in \[0, 1\], got -0.1"),
+    "lam-string": ({"lam": "1"}, TypeError, "lam must be a number, got str"),
+    "lam-shape": ({"lam": torch.ones(3)}, ValueError, r"lam must be a number or have shape \[B\] = \[2\], got \[3\]"),
+    "lam-integers": ({"lam": torch.ones(2).long()}, TypeError, "lam must be one of .*, got int64"),
+    "lam-contents": ({"lam": torch.tensor([0.5, 2.0])}, ValueError, r"lam must be in \[0, 1\], got 2.0"),
+    "lam-nan": ({"lam": torch.tensor([0.5, torch.nan])}, ValueError, r"lam must be in \[0, 1\], got nan"),
+    "lam_returns-above": ({"lam_returns": 1.01}, ValueError, r"lam_returns must be in \[0, 1\], got 1.01"),
+    "lam_returns-contents": (
+        {"lam_returns": torch.tensor([-1.0, 1.0])},
+        ValueError,
+        r"lam_returns must be in \[0, 1\], got -1.0",
+    ),
+    "time_dim": ({"time_dim": 2}, ValueError, r"time_dim must be in \[-2, 1\], got 2"),
+    "cu-time_dim": (
+        {"rewards": T6, "values": T6, "cu_seqlens": CU, "time_dim": 0},
+        ValueError,
+        "time_dim must be -1 with cu_seqlens, got 0",
+    ),
+    "cu-2-d": ({"cu_seqlens": CU}, ValueError, r"rewards must have shape \[T\] with cu_seqlens, got \[2, 3\]"),
+    "cu-contents": (
+        {"rewards": T6, "values": T6, "cu_seqlens": torch.tensor([0, 5])},
+        ValueError,
+        "cu_seqlens must end at T=6, got 5",
+    ),
+    "cu-dtype": (
+        {"rewards": T6, "values": T6, "cu_seqlens": CU.float()},
+        TypeError,
+        "cu_seqlens must be one of .*float32",
+    ),
+    "backend-name": ({"backend": "gpu"}, ValueError, "backend must be one of 'auto', .*, got 'gpu'"),
+    "backend-cuda": (
+        {"backend": "cuda"},
+        RuntimeError,
+        "backend='cuda' cannot run gae on cpu: .*available: 'cpu', 'torch'",
+    ),
+    "backend-triton": ({"backend": "triton"}, RuntimeError, "backend='triton' cannot run gae on cpu"),
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"rewards": X, "values": X, "gamma": 0.9, "lam": 0.9} | changes
+    with pytest.raises(error, match=message):
+        gae(**arguments)
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_gpu_runs_on_the_current_stream_without_synchronising_and_captures_into_a_graph() -> None:
+    case = Case((33, 300), OPTIONS["everything"])
+    arguments = case.arguments(device="cuda") | {"backend": "cuda"}
+    expected = gae(**arguments)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = gae(**arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for output in captured:
+        output.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    same_bits(captured, expected)
+
+
+@pytest.mark.gpu
+def test_gpu_gives_the_same_bits_twice() -> None:
+    arguments = Case((64, 1000), OPTIONS["everything"]).arguments(device="cuda") | {"backend": "cuda"}
+    same_bits(gae(**arguments), gae(**arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_sanitize(packed: bool) -> None:
+    case = Case((3, 33), OPTIONS["everything"])
+    cu_seqlens = torch.tensor([0, 33, 66, 99], device="cuda") if packed else None
+    arguments = case.arguments((lambda x: x.flatten()) if packed else (lambda x: x), "cuda")
+    expected = tuple(x.reshape(-1) if packed else x for x in case.expected())
+    close(gae(**arguments, cu_seqlens=cu_seqlens, backend="cuda"), (expected[0], expected[1]))
