@@ -1,0 +1,132 @@
+"""The dry run: the plan, the model's size from its config alone, what is refused. It downloads and trains nothing."""
+
+import pytest
+import torch
+
+from trainers import models
+from trainers.arithmetic import ConfigError
+from trainers.cli import answer, load_config, parse
+from trainers.dry_run import dry_run, on_meta, trained_parameters
+
+
+@pytest.fixture(autouse=True)
+def offline_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTPPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def run(*_, **__):
+        raise AssertionError("a dry run starts no download")
+
+    monkeypatch.setattr(models.subprocess, "run", run)
+    return tmp_path / "cache"
+
+
+def lines_of(*overrides: str, source: str | None = "copy") -> list[str]:
+    return dry_run(load_config(source, overrides)).splitlines()
+
+
+def test_a_model_that_is_not_there_is_not_fetched(offline_cache):
+    lines = lines_of("policy.dtype=float32", source=None)
+    assert lines[4] == "prompts   16, so an epoch is 2 steps"
+    assert lines[5].endswith(", float32; sampling in float32")
+    assert lines[6] == (
+        "policy    smollm2-135m is not on this machine yet: its size is known after the first run has fetched it"
+    )
+    assert not offline_cache.exists()
+
+
+def test_the_size_of_the_model(offline_cache):
+    models.resolve_model("tiny-llama")
+    before = sorted(path.name for path in offline_cache.iterdir())
+    lines = lines_of("cluster.device=cpu")
+    # Embedding and head 2 x 16 x 64; a layer: q and o 2 x 64 x 64, k and v 2 x 32 x 64, mlp 3 x 128 x 64, norms 2 x 64;
+    # the last norm 64: 2,048 + 2 x 36,992 + 64.
+    assert lines[6] == (
+        "model     tiny-llama: LlamaForCausalLM, 76,096 parameters, 76,096 trained, and 65 of the critic's head"
+    )
+    # 76,161 x 4, x 4, x 8 bytes; the reference 76,096 x 4; the engine shares float32 weights.
+    assert lines[7] == (
+        "          weights 0.305 MB, gradients 0.305 MB, Adam 0.609 MB, reference 0.304 MB, sampling 0 MB: 1.52 MB, "
+        "activations not counted"
+    )
+    assert sorted(path.name for path in offline_cache.iterdir()) == before
+
+
+def test_a_frozen_trunk_and_a_critic_of_its_own():
+    models.resolve_model("tiny-llama")
+    lines = lines_of(
+        "cluster.device=cpu",
+        "policy.dtype=bfloat16",
+        "policy.num_layers_unfrozen=1",
+        "value.mode=local",
+        "value.num_layers_unfrozen=1",
+    )
+    assert lines[6] == "model     tiny-llama: LlamaForCausalLM, 76,096 parameters, 36,992 trained"
+    # 36,992 x 4 + 39,104 x 2; the engine shares the bfloat16 trunk and copies the trained layer.
+    assert lines[7].split(":")[0] == (
+        "          weights 0.226 MB, gradients 0.148 MB, Adam 0.296 MB, reference 0.074 MB, sampling 0.074 MB"
+    )
+    assert lines[8] == "critic    tiny-llama: LlamaForCausalLM, 76,161 parameters, 37,057 trained"
+
+
+@pytest.mark.parametrize("unfrozen", [-1, 1, 2])
+def test_it_counts_what_the_policy_trains(unfrozen):
+    from transformers import AutoModelForCausalLM
+
+    from trainers.backbone import SplitTransformer
+
+    model = AutoModelForCausalLM.from_pretrained(models.resolve_model("tiny-llama"), dtype=torch.float32)
+    SplitTransformer(model, unfrozen, torch.float32)
+    trains = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    meta = on_meta("tiny-llama")
+    assert all(p.device.type == "meta" for p in meta.parameters())
+    assert sum(p.numel() for p in trained_parameters(meta, unfrozen)) == trains
+
+
+def test_a_whole_critic_trains_all_but_the_language_model_head():
+    models.resolve_model("tiny-llama")
+    lines = lines_of("cluster.device=cpu", "value.mode=local")
+    # 76,096 less the untied head of 16 x 64, plus 65 of the scalar head.
+    assert lines[8] == "critic    tiny-llama: LlamaForCausalLM, 76,161 parameters, 75,137 trained"
+
+
+def test_sequences_beyond_the_context_are_pointed_out():
+    models.resolve_model("tiny-llama")
+    lines = lines_of("cluster.device=cpu", "data.max_prompt_length=300")
+    assert lines[8] == "          its context is 256 tokens: sequences of up to 304 would not fit"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env.name=python:no_such_module.reward"], "cannot import no_such_module"),
+        (["env.name=python:math.sqrd"], r"math has no sqrd; did you mean sqrt\?"),
+        (["env.name=python:math.sqrt"], "the environment has no prompts of its own"),
+        (["env.name=sentiment", "env.size=512", "ppo.num_prompts_per_step=32"], "there are only 16 prompts"),
+        (["policy.model_name=/no/such/folder"], "neither an existing folder nor a hub id"),
+        (["ppo.num_prompts_per_step=3"], "which policy.train_global_batch_size=32 does not divide"),
+    ],
+)
+def test_what_it_refuses(overrides, message):
+    if any(text.startswith("env.name") for text in overrides):
+        overrides = ["env.size=512", *overrides]
+    with pytest.raises((ConfigError, ImportError), match=message):
+        lines_of(*overrides)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device that the test wants to be absent")
+def test_a_device_that_is_not_there():
+    with pytest.raises(ConfigError, match="cluster.device=cuda but torch sees no CUDA device"):
+        lines_of("cluster.device=cuda")
+
+
+def test_from_the_command_line(capsys):
+    assert answer(parse(["config=copy", "--dry-run"], prog="prog", description=""), prog="prog") is True
+    assert capsys.readouterr().out.startswith("rollout   16 prompts x 8 responses = 128 sequences a step")
+    arguments = parse(["config=copy", "--dry-run", "policy.model_name=/no/such"], prog="prog", description="")
+    with pytest.raises(SystemExit) as stop:
+        answer(arguments, prog="prog")
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("prog: error: policy.model_name='/no/such'")
+    assert answer(parse(["config=copy"], prog="prog", description=""), prog="prog") is False
+    assert capsys.readouterr().out == ""

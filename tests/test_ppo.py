@@ -1,0 +1,374 @@
+"""The PPO trainer as a whole: it learns, it resumes bit for bit, it stops as it should."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests import tiny
+from trainers import train
+from trainers.ppo import PPOTrainer
+from trainers.rewards import RewardError
+from trainers.run import TrainingError
+
+LOCAL = {"value__train_global_batch_size": 8, "value__train_micro_batch_size": 8}
+TIMES = ("time", "timing_s/", "perf/throughput", "perf/time_per_step", "perf/max_memory_rss_gb")
+
+
+def lines(run_dir: Path) -> list[dict]:
+    """metrics.jsonl without what a clock or the operating system decides."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows]
+
+
+def small(run_dir: Path, **overrides: object):
+    """A few quick steps: 4 prompts x 4 samples, 2 optimizer steps each."""
+    options = {
+        "logger__run_dir": run_dir,
+        "ppo__num_prompts_per_step": 4,
+        "ppo__num_generations_per_prompt": 4,
+        "policy__train_global_batch_size": 8,
+        "policy__train_micro_batch_size": 8,
+        "checkpointing__enabled": True,
+        "checkpointing__save_period": 2,
+        "ppo__max_num_steps": 4,
+        "env__size": 10,  # 2 batches of 4 an epoch: steps 2, 4, 6 end at an epoch boundary
+    }
+    return tiny.config(**options | overrides)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ppo_learns_to_copy(tmp_path, seed):
+    trainer = PPOTrainer(tiny.config(logger__run_dir=tmp_path, ppo__seed=seed, ppo__max_num_steps=150))
+    trainer.fit()
+    rewards = [row["critic/score/mean"] for row in lines(tmp_path)]
+    assert rewards[0] < 0.2
+    assert max(sum(rewards[i : i + 3]) / 3 for i in range(len(rewards) - 2)) > 0.9
+    assert sum(rewards[-10:]) / 10 > 0.85
+
+
+def test_two_runs_of_one_seed_are_equal_and_another_seed_is_not(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        PPOTrainer(small(tmp_path / name, ppo__seed=seed)).fit()
+    assert lines(tmp_path / "a") == lines(tmp_path / "b")
+    assert lines(tmp_path / "a") != lines(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"value__mode": "local", **LOCAL},
+        {"policy__num_layers_unfrozen": 1, "policy__dtype": "bfloat16", "ppo__ppo_epochs": 2},
+    ],
+    ids=["shared", "local", "cut-bf16-2-epochs"],
+)
+@pytest.mark.parametrize("stop", [3, 4], ids=["inside-an-epoch", "at-an-epoch-boundary"])
+def test_resuming_gives_bit_for_bit_what_an_unbroken_run_gives(tmp_path, options, stop):
+    """verl #5725, #7401, NeMo-RL #3171."""
+    PPOTrainer(small(tmp_path / "whole", ppo__max_num_steps=6, **options)).fit()
+    PPOTrainer(small(tmp_path / "broken", ppo__max_num_steps=stop, **options)).fit()
+    resumed = PPOTrainer(small(tmp_path / "broken", ppo__max_num_steps=6, **options))
+    assert resumed.progress.step == stop
+    resumed.fit()
+    assert lines(tmp_path / "broken") == lines(tmp_path / "whole")
+    for name in ("whole", "broken"):
+        assert [p.name for p in sorted((tmp_path / name / "checkpoints").iterdir())] == ["step_4", "step_6"]
+
+
+def test_metrics_of_a_step(tmp_path):
+    trainer = PPOTrainer(small(tmp_path, loss_fn__reference_policy_kl_penalty=0.05))
+    trainer.fit()
+    rows = lines(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    first = rows[0]
+    assert first["critic/kl/mean"] == 0.0  # the reference is the policy that sampled
+    assert first["critic/values/mean"] == 0.0  # the value head starts at zero
+    assert first["actor/first_ratio_err_max"] < 1e-5
+    assert first["training/rollout_probs_diff_max"] < 1e-5
+    assert first["response_length/mean"] == 4 and first["prompt_length/mean"] == 2
+    assert first["response_length/clip_ratio"] == 1.0
+    assert first["actor/entropy"] == pytest.approx(2.77, abs=0.1)  # log 16, a random model
+    assert first["perf/refit_bytes"] == 0.0
+    assert first["actor/skipped_steps"] == 0
+    assert rows[-1]["critic/kl/mean"] != 0.0
+    assert rows[-1]["training/consumed_prompts"] == 16 and rows[-1]["training/consumed_samples"] == 64
+    assert rows[-1]["training/total_valid_tokens"] == 256
+    assert rows[-1]["training/epoch"] == 2
+
+
+def test_samples_hold_every_token_with_what_the_update_saw(tmp_path):
+    PPOTrainer(small(tmp_path, ppo__max_num_steps=1, loss_fn__reference_policy_kl_penalty=0.05)).fit()
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and rows[0]["step"] == 1
+    tokens = rows[0]["tokens"]
+    assert [t["mask"] for t in tokens] == [False, False, True, True, True, True]
+    assert tokens[0]["logprob"] is None
+    copied = sum(t["id"] == tokens[1]["id"] for t in tokens[2:]) / 4
+    assert rows[0]["score"] == copied
+    assert tokens[-1]["reward"] == pytest.approx(copied)  # the score on the last token; no KL at the first step
+    for token in tokens[2:]:
+        assert token["return"] == pytest.approx(token["value"] + copied * 0.95 ** (5 - tokens.index(token)), abs=1e-6)
+        assert token["ratio"] == pytest.approx(2.718281828 ** (token["logprob"] - token["old"]), rel=1e-4)
+        assert token["logprob"] != token["old"]
+
+
+def test_checkpoint_is_an_hf_folder_with_the_trained_logits(tmp_path):
+    trainer = PPOTrainer(small(tmp_path))
+    trainer.fit()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step_4" / "policy").eval()
+    ids = torch.tensor([[0, 5, 5, 6]])
+    with torch.no_grad():
+        assert torch.equal(reloaded(ids).logits, trainer.policy.model(ids).logits)
+
+
+def test_advantages_are_estimated_once_per_rollout(tmp_path, monkeypatch):
+    """trlX #202."""
+    import trainers.ppo
+
+    calls = []
+    original = trainers.ppo.estimate_advantages
+    monkeypatch.setattr(trainers.ppo, "estimate_advantages", lambda *a: calls.append(1) or original(*a))
+    PPOTrainer(small(tmp_path, ppo__ppo_epochs=3, ppo__max_num_steps=2)).fit()
+    assert len(calls) == 2
+
+
+def test_several_epochs_use_the_first_epochs_old_logprobs(tmp_path):
+    PPOTrainer(small(tmp_path, ppo__ppo_epochs=4, ppo__max_num_steps=2)).fit()
+    row = lines(tmp_path)[-1]
+    assert row["actor/ratio_std"] > 0.01 and row["actor/first_ratio_err_max"] < 1e-5
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_value_loss_reaches_the_trunk_only_if_asked(tmp_path, detach):
+    trainer = PPOTrainer(small(tmp_path, value__detach_trunk=detach, value__optimizer__lr=0.0))
+    batch = trainer.generate_ppo_data(trainer.generate_rollouts(1))
+    batch.update(advantages=torch.zeros_like(batch.advantages))
+    with torch.no_grad():
+        trainer.value.head.linear.weight.fill_(0.1)
+    before = [p.clone() for p in trainer.policy.model.parameters()]
+    for minibatch in trainer.policy_minibatches(batch, step=1, epoch=0):
+        trainer.policy.train_step(minibatch, trainer.policy_loss)
+    moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.policy.model.parameters(), strict=True))
+    assert moved is not detach
+
+
+def test_the_critic_learns_the_return(tmp_path):
+    """A reward that is always 1 and lambda 1: every return is 1, and the zero-initialised head must find it."""
+    for mode in ("shared", "local"):
+        trainer = train(
+            tiny.tiny_model(),
+            reward_fn=lambda outputs, **_: [1.0] * len(outputs),
+            prompts=["w3 w4", "w5"] * 5,
+            config=small(
+                tmp_path / mode, env__name="sentiment", env__size=512, value__mode=mode, ppo__max_num_steps=40,
+                ppo__adv_estimator__gae_lambda=1.0, value__optimizer__lr=0.03 if mode == "shared" else 0.003,
+                **(LOCAL if mode == "local" else {}),
+            ),
+        )  # fmt: skip
+        values = [row["critic/values/mean"] for row in lines(trainer.run.dir)]
+        assert values[0] == 0.0
+        assert values[-1] == pytest.approx(1.0, abs=0.15), mode
+
+
+def test_resume_refuses_a_changed_setting_by_name(tmp_path):
+    PPOTrainer(small(tmp_path, ppo__max_num_steps=2)).fit()
+    with pytest.raises(TrainingError, match="cannot resume .*step_2.*policy.optimizer.lr"):
+        PPOTrainer(small(tmp_path, policy__optimizer__lr=1e-5))
+    with pytest.raises(TrainingError, match="policy.model_name"):
+        PPOTrainer(small(tmp_path, policy__model_name=tiny.tiny_model()))
+
+
+def test_resume_from_a_path_starts_a_new_run_folder(tmp_path):
+    PPOTrainer(small(tmp_path / "a", ppo__max_num_steps=2)).fit()
+    for source in (tmp_path / "a", tmp_path / "a" / "checkpoints" / "step_2"):
+        trainer = PPOTrainer(small(tmp_path / f"b-{source.name}", checkpointing__resume=source))
+        assert trainer.progress.step == 2
+    with pytest.raises(ValueError, match="checkpointing.resume=.*nowhere: expected auto, never"):
+        PPOTrainer(small(tmp_path / "c", checkpointing__resume=tmp_path / "nowhere"))
+
+
+def test_a_run_folder_is_not_overwritten(tmp_path):
+    PPOTrainer(small(tmp_path, ppo__max_num_steps=1)).fit()
+    with pytest.raises(ValueError, match="holds a run already"):
+        PPOTrainer(small(tmp_path, checkpointing__resume="never"))
+
+
+def test_a_failing_reward_saves_the_last_step_and_names_the_sample(tmp_path):
+    calls = []
+
+    def reward(outputs, **_):
+        calls.append(outputs)
+        return [float("nan") if len(calls) == 4 and i == 2 else 0.5 for i in range(len(outputs))]
+
+    prompts = ["w3 w4", "w5", "w6", "w7"]
+    cfg = small(tmp_path, env__name="sentiment", env__size=512)
+    with pytest.raises(RewardError, match="finite"):
+        train(tiny.tiny_model(), reward, prompts, cfg)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3"]
+    failed = [json.loads(line) for line in (tmp_path / "failed_rollout.jsonl").read_text().splitlines()]
+    assert [row["response"] for row in failed] == calls[3]
+    train(tiny.tiny_model(), lambda outputs, **_: [0.5] * len(outputs), prompts, cfg)
+    assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_trainer_that_disagrees_with_its_own_scores_is_stopped(tmp_path):
+    trainer = PPOTrainer(small(tmp_path))
+    scored = trainer.policy.score
+    trainer.policy.score = lambda batch, want: {
+        name: value + 0.1 * batch.mask if name == "old_logprobs" else value
+        for name, value in scored(batch, want).items()
+    }
+    with pytest.raises(TrainingError, match="above ppo.max_first_ratio_error=0.02"):
+        trainer.fit()
+
+
+def test_a_run_whose_gradients_are_never_finite_gives_up(tmp_path):
+    trainer = PPOTrainer(small(tmp_path, ppo__max_num_steps=10))
+    prepared = trainer.generate_ppo_data
+    trainer.generate_ppo_data = lambda batch: prepared(batch).update(
+        advantages=torch.full_like(batch.advantages, torch.nan)
+    )
+    with pytest.raises(TrainingError, match="no gradient was finite in 3 rollouts"):
+        trainer.fit()
+    assert trainer.progress.step == 3
+
+
+def test_validation_is_deterministic_and_logged(tmp_path):
+    trainer = train(
+        tiny.tiny_model(),
+        reward_fn=lambda outputs, **_: [float(len(o)) for o in outputs],
+        prompts=["w3 w4", "w5", "w6", "w7"],
+        config=small(
+            tmp_path, env__name="sentiment", env__size=512, ppo__val_period=2, ppo__val_at_start=True,
+            policy__optimizer__lr=0.0, value__optimizer__lr=0.0,
+        ),
+        eval_prompts=[{"prompt": "w8"}, {"prompt": "w9 w2"}, {"prompt": "w3"}],
+        metric_fn=lambda outputs, **_: {"words": [len(o.split()) for o in outputs]},
+    )  # fmt: skip
+    rows = [row for row in lines(tmp_path) if "val/score/mean" in row]
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert len({row["val/score/mean"] for row in rows}) == 1
+    assert rows[0]["val/metrics/words"] <= 4
+    assert trainer.validate()["val/score/mean"] == rows[0]["val/score/mean"]
+
+
+def test_train_says_what_is_missing():
+    with pytest.raises(ValueError, match="prompts was given without reward_fn"):
+        train(prompts=["a"])
+    with pytest.raises(ValueError, match="reward_fn was given without prompts"):
+        train(reward_fn=len)
+
+
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    settings = {
+        "policy.model_name": tiny.tiny_model(),
+        "logger.run_dir": run_dir,
+        "logger.tensorboard": "false",
+        "logger.report": "false",
+        "cluster.num_threads": "1",
+        "checkpointing.save_period": "2",
+        "ppo.num_prompts_per_step": "4",
+        "ppo.num_generations_per_prompt": "4",
+        "policy.train_global_batch_size": "8",
+        "policy.train_micro_batch_size": "8",
+    }
+    written = [f"{key}={value}" for key, value in settings.items()]
+    return [sys.executable, "-m", "trainers.ppo", "config=copy", *written, *overrides]
+
+
+REWARD = '''
+import os, signal
+def reward(outputs, **_):
+    """Scores like any other; in the middle of the fourth step, once, the process is killed."""
+    reward.calls = getattr(reward, "calls", 0) + 1
+    if reward.calls == 4 and os.environ.get("KILL"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [len(set(o.split())) / 4 for o in outputs]
+'''
+
+
+def test_kill_9_in_the_middle_of_a_step_and_a_resume_give_the_unbroken_runs_metrics(tmp_path):
+    (tmp_path / "dying_reward.py").write_text(REWARD)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"w{i}"}) + "\n" for i in range(2, 12)))
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"}
+    more = (
+        "env.name=python:dying_reward.reward", "env.size=512", "ppo.max_num_steps=6",
+        f"data.prompts={tmp_path / 'prompts.jsonl'}",
+    )  # fmt: skip
+
+    def run(name: str, **extra: str) -> int:
+        return subprocess.run(
+            command(tmp_path / name, *more), env=env | extra, timeout=120, capture_output=True
+        ).returncode
+
+    assert run("whole") == 0
+    assert run("killed", KILL="1") == -signal.SIGKILL
+    assert [row["step"] for row in lines(tmp_path / "killed")] == [1, 2, 3]
+    assert run("killed") == 0
+    assert lines(tmp_path / "killed") == lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, number):
+    process = subprocess.Popen(
+        command(tmp_path / "run", "ppo.max_num_steps=100000", "checkpointing.save_period=100000"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step") and "3/" in line:
+            process.send_signal(number)
+            break
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, "".join(seen) + rest
+    last = lines(tmp_path / "run")[-1]["step"]
+    assert 3 <= last < 100
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{last}"]
+    assert f"{number.name}: finishing this step" in rest
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    (tmp_path / "slow_reward.py").write_text(
+        "import time\ndef reward(**_): print('asked', flush=True); time.sleep(60)\n"
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w3"}\n' * 4)
+    process = subprocess.Popen(
+        command(
+            tmp_path / "run", "env.name=python:slow_reward.reward", "env.size=512",
+            f"data.prompts={tmp_path / 'prompts.jsonl'}",
+        ),
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("asked"):
+            break
+    process.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - start < 15
+
+
+def test_bad_arguments_exit_2_before_a_model_loads(tmp_path):
+    done = subprocess.run(
+        command(tmp_path / "run", "policy.generation.temprature=1"), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "policy.generation.temperature" in done.stderr and not (tmp_path / "run").exists()
+    done = subprocess.run(
+        command(tmp_path / "run", "policy.train_global_batch_size=12", "policy.train_micro_batch_size=4"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "16" in done.stderr and "12" in done.stderr

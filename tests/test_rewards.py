@@ -1,0 +1,116 @@
+"""Where a reward is paid, what it is made of, and which rewards are refused."""
+
+import math
+
+import pytest
+import torch
+
+from tests import tiny
+from trainers.advantages import estimate_advantages
+from trainers.engines import Completion
+from trainers.environments import Prompt, Sample
+from trainers.rewards import RewardError, score, token_rewards
+from trainers.rollout import pack
+
+
+def batch():
+    """Prompt 2 + response 3 (stopped), prompt 1 + response 2 (cut)."""
+    made = pack(
+        [[5, 6], [7]], [Completion([8, 9, 1], [-1.0] * 3, "stop", 0), Completion([8, 8], [-1.0] * 2, "length", 0)]
+    )
+    made.samples = [
+        Sample(Prompt("a"), (5, 6), (8, 9, 1), "x y", "stop"),
+        Sample(Prompt("b"), (7,), (8, 8), "x x", "length"),
+    ]
+    return made
+
+
+class Answers:
+    def __init__(self, answers):
+        self.answers = answers
+
+    def score(self, samples):
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        return self.answers
+
+
+def test_the_score_sits_on_the_last_response_token():
+    """TRL #3750: the stop token, not the padding after it."""
+    scored = score(Answers([0.5, -2]), batch())
+    assert scored.token_scores.tolist() == [0, 0, 0, 0, 0.5, 0, 0, -2]
+    assert scored.raw_reward.tolist() == [0.5, -2]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_scores_per_token_sit_on_their_tokens_and_sum_to_the_raw_reward(as_tensor):
+    answers = [[1.0, 2.0, 3.0], [0.25, 0.5]]
+    scored = score(Answers([torch.tensor(a) for a in answers] if as_tensor else answers), batch())
+    assert scored.token_scores.tolist() == [0, 0, 1, 2, 3, 0, 0.25, 0.5]
+    assert scored.raw_reward.tolist() == [6.0, 0.75]
+
+
+def test_kl_is_charged_per_token_on_the_response_only():
+    scored = score(Answers([1.0, 1.0]), batch())
+    nan = math.nan
+    scored.update(
+        old_logprobs=torch.tensor([nan, nan, -1, -1, -1, nan, -2, -2.0]),
+        ref_logprobs=torch.tensor([nan, nan, -1.5, -1, -0.5, nan, -4, -2.0]),
+    )
+    cfg = tiny.config(loss_fn__reference_policy_kl_penalty=0.1).loss_fn
+    # k1 = old - ref: 0.5, 0, -0.5 and 2, 0
+    expected = torch.tensor([0, 0, -0.05, 0, 1.05, 0, -0.2, 1.0])
+    assert torch.allclose(token_rewards(scored, cfg).rewards, expected)
+    in_loss = tiny.config(loss_fn__use_kl_in_reward=False, loss_fn__reference_policy_kl_penalty=0.1).loss_fn
+    assert token_rewards(scored, in_loss).rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([1.0], "must give 2 values, one per response, got 1"),
+        (3.0, "must be a list of 2 values, got float"),
+        (None, "must be a list of 2 values, got NoneType"),
+        ([1.0, math.nan], "must be finite, got nan for 'x x'"),
+        ([math.inf, 1.0], "must be finite, got inf for 'x y'"),
+        ([1.0, None], "must be a number, got None for 'x x'"),
+        ([1.0, "good"], "must be a number, got 'good' for 'x x'"),
+        ([[1.0, 2.0], [1.0, 2.0]], "must have 3 values, one per response token, got 2 for 'x y'"),
+        (KeyError("label"), "the reward failed: KeyError: 'label'"),
+    ],
+)
+def test_rewards_that_cannot_be_trained_on_are_refused_with_the_sample(answers, message):
+    with pytest.raises(RewardError, match=message):
+        score(Answers(answers), batch())
+
+
+def advantages(**overrides):
+    prepared = batch().update(
+        rewards=torch.tensor([9, 9, 0, 0, 1.0, 9, 0, 1.0]),
+        values=torch.tensor([9, 9, 0.1, 0.2, 0.3, 9, 0.4, 0.5]),
+        next_values=torch.tensor([0.7, 0.6]),
+    )
+    options = {"normalize_advantages": False, "adv_estimator.gae_lambda": 1.0} | overrides
+    return estimate_advantages(
+        prepared, tiny.config(**{f"ppo__{k.replace('.', '__')}": v for k, v in options.items()}).ppo
+    )
+
+
+def test_advantages_are_return_minus_value_when_lambda_is_one():
+    estimate = advantages()
+    assert torch.allclose(estimate.advantages, torch.tensor([0, 0, 0.9, 0.8, 0.7, 0, 0.6, 0.5]))
+    assert torch.allclose(estimate.returns, torch.tensor([0, 0, 1.0, 1, 1, 0, 1, 1]))
+
+
+def test_a_truncated_response_ends_in_the_critics_value_if_asked():
+    estimate = advantages(bootstrap_truncated=True)
+    assert torch.allclose(estimate.returns, torch.tensor([0, 0, 1.0, 1, 1, 0, 1.6, 1.6]))
+
+
+def test_normalised_advantages_have_mean_zero_and_variance_one_over_the_response_tokens():
+    estimate = advantages(normalize_advantages=True)
+    mask = batch().mask
+    assert estimate.advantages[mask].mean().item() == pytest.approx(0, abs=1e-6)
+    assert estimate.advantages[mask].var(unbiased=False).item() == pytest.approx(1, abs=1e-4)
+    assert not estimate.advantages[~mask].any()
+    assert torch.allclose(estimate.returns, advantages().returns)

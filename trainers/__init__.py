@@ -1,0 +1,77 @@
+"""Thin PPO and REINFORCE trainers on fastppo's ops. `train()` is one call, `python -m trainers.ppo` the command."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainers.config import PPOTrainerConfig
+    from trainers.ppo import PPOTrainer
+
+__all__ = ["train"]
+
+
+def train(
+    model: str | Path = "auto",
+    reward_fn: Callable[..., Sequence[float] | Sequence[Sequence[float]]] | None = None,
+    prompts: Sequence[str | Mapping[str, Any]] | None = None,
+    config: "PPOTrainerConfig | Mapping[str, Any] | str | Path | None" = None,
+    *,
+    eval_prompts: Sequence[str | Mapping[str, Any]] | None = None,
+    metric_fn: Callable[..., Mapping[str, Sequence[float]]] | None = None,
+    stop_sequences: Sequence[str] = (),
+) -> "PPOTrainer":
+    """Train a language model by PPO against a Python reward, and return the trainer.
+
+    Args:
+        model: HF folder or hub id; "auto": SmolLM2-135M.
+        reward_fn: `reward_fn(samples, prompts, outputs, **metadata)`, all lists with one entry a response: whole texts,
+            prompt texts, response texts, and each key of the prompts' metadata. Returns one float a response, or one
+            list a response with a float per response token. Default: the environment that `config` names.
+        prompts: texts, or mappings with a "prompt" text whose other keys are metadata. Goes with `reward_fn`.
+        config: a config tree, a mapping of (nested) settings, or a YAML file; default: the defaults.
+        eval_prompts: prompts of `validate()`; default: the training prompts.
+        metric_fn: called as `reward_fn` with samples, prompts and outputs; its per-sample lists are averaged and
+            logged as val/metrics/<name>.
+        stop_sequences: texts that end a response; added to policy.generation.stop_strings.
+
+    Raises:
+        ValueError: prompts without a reward, or the reverse; settings that cannot be.
+    """
+    from dataclasses import replace
+
+    from trainers.cli import load_config
+    from trainers.config import PPOTrainerConfig
+    from trainers.environments import Prompt
+    from trainers.environments.function import FunctionEnvironment
+    from trainers.ppo import PPOTrainer
+
+    if (reward_fn is None) != (prompts is None):
+        given, missing = ("prompts", "reward_fn") if reward_fn is None else ("reward_fn", "prompts")
+        raise ValueError(f"{given} was given without {missing}: a reward function scores prompts of its own")
+
+    def parse(entry: str | Mapping[str, Any]) -> Prompt:
+        if isinstance(entry, str):
+            return Prompt(entry)
+        if not isinstance(entry.get("prompt"), str):
+            raise ValueError(f'prompts: a mapping must have a "prompt" text, got {dict(entry)!r}')
+        return Prompt(entry["prompt"], {key: value for key, value in entry.items() if key != "prompt"})
+
+    settings = config if isinstance(config, PPOTrainerConfig) else load_config(config)
+    generation = replace(
+        settings.policy.generation, stop_strings=[*settings.policy.generation.stop_strings, *stop_sequences]
+    )
+    policy = replace(settings.policy, generation=generation)
+    if str(model) != "auto":
+        policy = replace(policy, model_name=str(model))
+    environment = None
+    if reward_fn is not None and prompts is not None:
+        environment = FunctionEnvironment(reward_fn, prompts=[parse(entry) for entry in prompts])
+    trainer = PPOTrainer(
+        replace(settings, policy=policy),
+        environment=environment,
+        eval_prompts=[parse(entry) for entry in eval_prompts or []],
+        metric_fn=metric_fn,
+    )
+    trainer.fit()
+    return trainer

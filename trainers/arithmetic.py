@@ -1,0 +1,334 @@
+"""What can be refused before a model loads: batch arithmetic, ranges, and options that another option leaves unused.
+
+`check(config)` returns the plan of the run, or raises one `ConfigError` that lists every problem by key. Nothing is
+adjusted in place: a batch size that does not fit is an error, never rounded. Imports neither torch nor transformers.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainers.config import PPOTrainerConfig, walk
+from trainers.config_types import expected, fits, named, one_of, shown
+from trainers.environments import nearest
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the key, what was expected and what came."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The counts that follow from the settings; a step is one rollout and the optimizer steps on it."""
+
+    prompts: int
+    responses_per_prompt: int
+    epochs: int
+    max_prompt_length: int
+    max_new_tokens: int
+    max_steps: int
+    policy_batch: int
+    policy_micro_batch: int
+    value_batch: int | None  # None: a shared critic, trained in the policy's optimizer steps
+    value_micro_batch: int | None
+
+    @property
+    def sequences(self) -> int:
+        return self.prompts * self.responses_per_prompt
+
+    @property
+    def longest_sequence(self) -> int:
+        return self.max_prompt_length + self.max_new_tokens
+
+    @property
+    def policy_steps_per_rollout(self) -> int:
+        return self.epochs * self.sequences // self.policy_batch
+
+    @property
+    def policy_micro_batches(self) -> int:
+        return -(-self.policy_batch // self.policy_micro_batch)
+
+    @property
+    def value_steps_per_rollout(self) -> int:
+        return self.epochs * self.sequences // self.value_batch if self.value_batch else 0
+
+    @property
+    def value_micro_batches(self) -> int:
+        return -(-self.value_batch // self.value_micro_batch) if self.value_batch and self.value_micro_batch else 0
+
+    @property
+    def total_policy_steps(self) -> int:
+        return self.max_steps * self.policy_steps_per_rollout
+
+    @property
+    def total_value_steps(self) -> int:
+        return self.max_steps * self.value_steps_per_rollout
+
+    def describe(self) -> str:
+        """The plan in words, one line a part."""
+
+        def updates(steps: int, batch: int, micro: int, micro_batches: int) -> str:
+            return (
+                f"{self.epochs} x {self.sequences} / {batch} = {counted(steps, 'optimizer step')} per rollout, "
+                f"each {batch} sequences in {counted(micro_batches, 'micro-batch', 'micro-batches')} of up to {micro}"
+            )
+
+        lines = [
+            f"rollout   {counted(self.prompts, 'prompt')} x {counted(self.responses_per_prompt, 'response')} = "
+            f"{counted(self.sequences, 'sequence')} a step, each at most {self.max_prompt_length} prompt + "
+            f"{self.max_new_tokens} new = {self.longest_sequence:,} tokens",
+            "policy    "
+            + updates(
+                self.policy_steps_per_rollout, self.policy_batch, self.policy_micro_batch, self.policy_micro_batches
+            ),
+        ]
+        if self.value_batch and self.value_micro_batch:
+            lines.append(
+                "critic    "
+                + updates(
+                    self.value_steps_per_rollout, self.value_batch, self.value_micro_batch, self.value_micro_batches
+                )
+            )
+        else:
+            lines.append("critic    a head on the policy's trunk, trained in the policy's optimizer steps")
+        total = f"whole run {counted(self.max_steps, 'step')}, {counted(self.max_steps * self.sequences, 'response')}, "
+        total += counted(self.total_policy_steps, "optimizer step") + " of the policy"
+        if self.value_batch:
+            total += f", {self.total_value_steps:,} of the critic"
+        return "\n".join([*lines, total])
+
+
+def check(config: PPOTrainerConfig) -> BatchPlan:
+    """The plan of a run with these settings.
+
+    Raises:
+        ConfigError: any problem that the settings alone show; all of them, one a line.
+    """
+    # In this order: each group computes with values that those before it have let through.
+    groups = ((wrong_types,), (wrong_choices, out_of_range, malformed), (uneven_batches, unused, needed))
+    for group in groups:
+        if problems := [problem for rule in group for problem in rule(config)]:
+            raise ConfigError("\n".join(problems))
+    local = config.value.mode == "local"
+    return BatchPlan(
+        prompts=config.ppo.num_prompts_per_step,
+        responses_per_prompt=config.ppo.num_generations_per_prompt,
+        epochs=config.ppo.ppo_epochs,
+        max_prompt_length=config.data.max_prompt_length,
+        max_new_tokens=config.policy.generation.max_new_tokens,
+        max_steps=config.ppo.max_num_steps,
+        policy_batch=config.policy.train_global_batch_size,
+        policy_micro_batch=config.policy.train_micro_batch_size,
+        value_batch=config.value.train_global_batch_size if local else None,
+        value_micro_batch=config.value.train_micro_batch_size if local else None,
+    )
+
+
+Rule = tuple[str, Callable[[Any], bool]]
+POSITIVE: Rule = ("> 0", lambda x: x > 0)
+NOT_NEGATIVE: Rule = (">= 0", lambda x: x >= 0)
+AT_LEAST_1: Rule = (">= 1", lambda x: x >= 1)
+SHARE: Rule = ("from 0 to 1", lambda x: 0 <= x <= 1)
+SEED: Rule = ("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)
+
+OPTIMIZER: dict[str, Rule] = {
+    "optimizer.lr": NOT_NEGATIVE,
+    "optimizer.eps": POSITIVE,
+    "optimizer.weight_decay": NOT_NEGATIVE,
+    "optimizer.max_grad_norm": NOT_NEGATIVE,
+    "scheduler.warmup_steps": NOT_NEGATIVE,
+    "scheduler.decay_steps": AT_LEAST_1,
+    "scheduler.min_lr_ratio": SHARE,
+}
+
+# Every number of the tree; a value of None (an option that is off) passes.
+RANGES: dict[str, Rule] = {
+    **{f"policy.{key}": rule for key, rule in OPTIMIZER.items()},
+    **{f"value.{key}": rule for key, rule in OPTIMIZER.items()},
+    "policy.generation.max_new_tokens": AT_LEAST_1,
+    "policy.generation.temperature": POSITIVE,
+    "policy.generation.max_batch_size": AT_LEAST_1,
+    "policy.num_layers_unfrozen": ("-1 (everything) or >= 1", lambda x: x == -1 or x >= 1),
+    "policy.train_global_batch_size": AT_LEAST_1,
+    "policy.train_micro_batch_size": AT_LEAST_1,
+    "policy.logprob_batch_size": AT_LEAST_1,
+    "value.loss_coef": NOT_NEGATIVE,
+    "value.num_layers_unfrozen": ("-1 (everything) or >= 0", lambda x: x >= -1),
+    "value.train_global_batch_size": AT_LEAST_1,
+    "value.train_micro_batch_size": AT_LEAST_1,
+    "loss_fn.ratio_clip_min": POSITIVE,
+    "loss_fn.ratio_clip_max": POSITIVE,
+    "loss_fn.ratio_clip_c": ("> 1", lambda x: x > 1),
+    "loss_fn.entropy_bonus": NOT_NEGATIVE,
+    "loss_fn.norm_length": POSITIVE,
+    "loss_fn.reference_policy_kl_penalty": NOT_NEGATIVE,
+    "value_loss_fn.scale": POSITIVE,
+    "value_loss_fn.cliprange": POSITIVE,
+    "env.seed": SEED,
+    "env.size": AT_LEAST_1,
+    "data.max_prompt_length": AT_LEAST_1,
+    "ppo.num_prompts_per_step": AT_LEAST_1,
+    "ppo.num_generations_per_prompt": AT_LEAST_1,
+    "ppo.ppo_epochs": AT_LEAST_1,
+    "ppo.max_num_steps": NOT_NEGATIVE,
+    "ppo.max_num_epochs": AT_LEAST_1,
+    "ppo.adv_estimator.gae_lambda": SHARE,
+    "ppo.adv_estimator.gae_gamma": SHARE,
+    "ppo.max_first_ratio_error": POSITIVE,
+    "ppo.val_period": NOT_NEGATIVE,
+    "ppo.max_val_samples": AT_LEAST_1,
+    "ppo.seed": SEED,
+    "logger.report_period": NOT_NEGATIVE,
+    "logger.num_samples_to_print": NOT_NEGATIVE,
+    "logger.samples_period": AT_LEAST_1,
+    "logger.num_inspected_samples": NOT_NEGATIVE,
+    "cluster.num_threads": AT_LEAST_1,
+    "checkpointing.save_period": AT_LEAST_1,
+    "checkpointing.keep_last_k": NOT_NEGATIVE,
+}
+
+
+def wrong_types(config: Any) -> Iterator[str]:
+    for key, field, value in walk(config):
+        if not fits(value, field):
+            yield f"{key}: expected {expected(field)}, got {named(value)}"
+
+
+def wrong_choices(config: Any) -> Iterator[str]:
+    for key, field, value in walk(config):
+        choices = field.metadata["choices"]
+        if choices and value not in choices:
+            near = difflib.get_close_matches(str(value), choices, 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{key}={shown(value)}: expected {one_of(choices)}{hint}"
+
+
+def out_of_range(config: Any) -> Iterator[str]:
+    for key, _, value in walk(config):
+        if key in RANGES and value is not None:
+            words, holds = RANGES[key]
+            if not math.isfinite(value) or not holds(value):
+                yield f"{key}={value}: expected a number {words}"
+
+
+def malformed(config: PPOTrainerConfig) -> Iterator[str]:
+    """Texts and lists with a form of their own."""
+    for key, optimizer in (("policy", config.policy.optimizer), ("value", config.value.optimizer)):
+        if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+            yield f"{key}.optimizer.betas={optimizer.betas}: expected two numbers, each >= 0 and < 1"
+    generation = config.policy.generation
+    if any(token < 0 for token in generation.stop_token_ids):
+        yield f"policy.generation.stop_token_ids={generation.stop_token_ids}: expected token ids >= 0"
+    if "" in generation.stop_strings:
+        yield f"policy.generation.stop_strings={generation.stop_strings}: an empty text would end every response"
+    if config.loss_fn.ratio_clip_min > 1 and config.loss_fn.type != "gmpo":  # gmpo bounds the log ratio
+        yield f"loss_fn.ratio_clip_min={config.loss_fn.ratio_clip_min}: expected at most 1, ratios are never below 0"
+    if not config.policy.model_name:
+        yield "policy.model_name is empty: expected auto, a folder or a hub id"
+    if not config.logger.run_dir:
+        yield "logger.run_dir is empty: expected auto or a folder"
+    if not re.fullmatch(r"sentiment|copy|reasoning_gym:\w+|python:\w+(\.\w+)+", config.env.name):
+        known = ("sentiment", "copy", "reasoning_gym:<dataset>", "python:<module>.<function>")
+        yield f"env.name={config.env.name}: expected {one_of(known)}{nearest(config.env.name.partition(':')[0], known)}"
+    if config.data.prompts is not None and not Path(config.data.prompts).expanduser().is_file():
+        yield f"data.prompts={config.data.prompts}: there is no such file"
+    resume = config.checkpointing.resume
+    if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
+        yield f"checkpointing.resume={resume}: expected auto, never or a checkpoint's folder; there is no such folder"
+
+
+def uneven_batches(config: PPOTrainerConfig) -> Iterator[str]:
+    ppo = config.ppo
+    sequences = ppo.num_prompts_per_step * ppo.num_generations_per_prompt
+    trained = [("policy", config.policy)] + ([("value", config.value)] if config.value.mode == "local" else [])
+    for name, part in trained:
+        if sequences % part.train_global_batch_size:
+            yield (
+                f"ppo.num_prompts_per_step={ppo.num_prompts_per_step} x ppo.num_generations_per_prompt="
+                f"{ppo.num_generations_per_prompt} = {sequences} sequences a step, which "
+                f"{name}.train_global_batch_size={part.train_global_batch_size} does not divide"
+            )
+        if part.train_micro_batch_size > part.train_global_batch_size:
+            yield (
+                f"{name}.train_micro_batch_size={part.train_micro_batch_size} is larger than "
+                f"{name}.train_global_batch_size={part.train_global_batch_size}: a micro-batch is a part of the batch "
+                "of one optimizer step"
+            )
+    if generated_tasks(config) and config.env.size < ppo.num_prompts_per_step:
+        yield (
+            f"env.size={config.env.size} tasks, of which ppo.num_prompts_per_step={ppo.num_prompts_per_step} "
+            "different ones cannot be drawn"
+        )
+
+
+def unused(config: PPOTrainerConfig) -> Iterator[str]:
+    """Options that were changed from their default and that another option leaves without effect.
+
+    Details of something that is switched off as a whole (reports, checkpoints, validation) are let through, so that one
+    switch on the command line suffices against a recipe.
+    """
+    policy, value, loss = config.policy, config.value, config.loss_fn
+    env = config.env.name
+    own_model = "num_layers_unfrozen train_global_batch_size train_micro_batch_size model_name"
+    rules: list[tuple[bool, str, str]] = [
+        (value.mode == "shared", "value: " + own_model, "value.mode=shared, a head without model and batch of its own"),
+        (value.mode == "local", "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
+        (loss.type in ("reinforce", "sapo"), "loss_fn: ratio_clip_min ratio_clip_max", f"loss_fn.type={loss.type}"),
+        (loss.type not in ("ppo", "gspo"), "loss_fn: ratio_clip_c", f"loss_fn.type={loss.type}"),
+        (loss.aggregation != "token_sum_norm", "loss_fn: norm_length", f"loss_fn.aggregation={loss.aggregation}"),
+        (loss.use_kl_in_reward, "loss_fn: reference_policy_kl_gradient", "loss_fn.use_kl_in_reward=true"),
+        (config.data.prompts is None, "data: prompt_key", "data.prompts=null"),
+        (not config.data.chat_template, "data: system_prompt", "data.chat_template=false"),
+        (not generated_tasks(config), "env: seed size", f"env.name={env}, which generates no tasks"),
+        (not env.startswith("reasoning_gym:"), "env: params", f"env.name={env}, which has no settings"),
+        (generated_tasks(config), "data: prompts", f"env.name={env}, which scores only its own tasks"),
+        (env == "copy", "data: chat_template", "env.name=copy, whose prompts are token ids"),
+        *(
+            (part.scheduler.name == "constant", f"{key}: decay_steps min_lr_ratio", f"{key}.name=constant")
+            for key, part in (("policy.scheduler", policy), ("value.scheduler", value))
+        ),
+    ]
+    default = {key: value for key, _, value in walk(type(config)())}
+    now = {key: value for key, _, value in walk(config)}
+    for condition, keys, reason in rules:
+        block, names = keys.split(": ")
+        for key in (f"{block}.{name}" for name in names.split()):
+            if condition and now[key] != default[key]:
+                yield f"{key}={shown(now[key])} has no effect with {reason}: leave it at {shown(default[key])}"
+
+
+def needed(config: PPOTrainerConfig) -> Iterator[str]:
+    """Options that need another one."""
+    loss, logger = config.loss_fn, config.logger
+    kl_type = loss.reference_policy_kl_type
+    if loss.reference_policy_kl_gradient == "pathwise" and not loss.use_kl_in_reward and kl_type in ("k1", "abs"):
+        yield (
+            f"loss_fn.reference_policy_kl_gradient=pathwise needs reference_policy_kl_type=k2 or k3, got {kl_type}: "
+            "the derivative of that estimate does not pull towards the reference"
+        )
+    if logger.num_samples_to_print > logger.num_inspected_samples:
+        yield (
+            f"logger.num_samples_to_print={logger.num_samples_to_print} needs as many logger.num_inspected_samples, "
+            f"got {logger.num_inspected_samples}"
+        )
+    if config.data.chat_template and config.data.overlong_prompts == "truncate":
+        yield "data.overlong_prompts=truncate would cut the tokens of data.chat_template=true: use drop or error"
+    for key, part in (("policy", config.policy), ("value", config.value)):
+        if part.scheduler.name != "constant" and part.scheduler.decay_steps is None:
+            yield (
+                f"{key}.scheduler.name={part.scheduler.name} needs {key}.scheduler.decay_steps, "
+                "the optimizer steps from the end of the warm-up to the floor"
+            )
+
+
+def generated_tasks(config: PPOTrainerConfig) -> bool:
+    """Whether the environment makes its own tasks from `env.seed`, `env.size` of them."""
+    return config.env.name.partition(":")[0] in ("copy", "reasoning_gym")
+
+
+def counted(n: int, noun: str, plural: str | None = None) -> str:
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"

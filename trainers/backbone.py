@@ -1,0 +1,180 @@
+"""A transformers model cut in two: a frozen trunk that runs once per rollout, and the part above it that trains.
+
+Frozen parameters are stored in the compute dtype (trunk, embedding engine and export share them), trained ones in
+float32 under autocast. Rows are right-padded inside this file only: under a causal mask a real token never sees what
+follows it, so padding needs no mask and changes no number.
+
+Legend: B sequences, S padded length, T packed tokens, D hidden size.
+"""
+
+import copy
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainers.rollout import RolloutBatch
+
+
+class SplitTransformer(nn.Module):
+    """Decoder of `model`, its top `num_layers_unfrozen` layers trained; everything if that is -1 or covers all layers.
+
+    With a trunk, the embeddings, the final norm and the output head are frozen as well: a tied head would otherwise
+    move the trunk under the reference's feet.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_layers_unfrozen: int, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        num_layers = model.config.num_hidden_layers
+        if num_layers_unfrozen < 0 or num_layers_unfrozen >= num_layers:
+            self.trunk, self.top = None, decoder
+            return
+        cut = num_layers - num_layers_unfrozen
+        self.trunk, self.top = _part(decoder, 0, cut), _part(decoder, cut, num_layers)
+        self.trunk.norm = nn.Identity()
+        self._check_split(decoder)
+        trained = {id(p) for p in self.top.layers.parameters()}
+        for parameter in model.parameters():
+            if id(parameter) not in trained:
+                parameter.requires_grad_(False)
+                parameter.data = parameter.data.to(dtype)
+
+    def trunk_hidden(self, ids: Tensor) -> Tensor:
+        """[B, S] ids -> [B, S, D]: the frozen trunk's output, no gradient."""
+        assert self.trunk is not None
+        with torch.no_grad():
+            return self.trunk(input_ids=ids, use_cache=False).last_hidden_state
+
+    def hidden(self, ids: Tensor, trunk_hidden: Tensor | None, top: nn.Module | None = None) -> Tensor:
+        """[B, S, D] final hidden states of the trained part (or of `top`, a copy of it), under autocast."""
+        top = top or self.top
+        with autocast(self.dtype, ids.device):
+            if self.trunk is None:
+                return top(input_ids=ids, use_cache=False).last_hidden_state
+            return top(inputs_embeds=trunk_hidden, use_cache=False).last_hidden_state
+
+    def frozen_copy(self) -> nn.Module:
+        """The trained part as it is now: frozen parameters shared, trained ones copied, matrices in the compute dtype.
+
+        Under autocast a matrix product reads its weight in the compute dtype anyway, so the copy gives the same
+        numbers.
+        """
+        memo = {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        holder = copy.deepcopy(nn.ModuleList([self.top, self.output_layer()]), memo)
+        for module in holder.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad:
+                    parameter.requires_grad_(False)
+                    if isinstance(module, nn.Linear):
+                        parameter.data = parameter.data.to(self.dtype)
+        return holder.eval()
+
+    def output_layer(self) -> nn.Module:
+        head = self.model.get_output_embeddings()
+        return head if head is not None else nn.Identity()
+
+    @torch.no_grad()
+    def _check_split(self, decoder: nn.Module) -> None:
+        """Architectures differ in what they do outside their layers: a probe tells whether the cut is clean."""
+        ids = torch.arange(8).remainder(self.model.config.vocab_size)[None].to(self.model.device)
+        whole = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        cut = self.top(inputs_embeds=self.trunk_hidden(ids), use_cache=False).last_hidden_state
+        if not torch.allclose(whole, cut, rtol=1e-4, atol=1e-4):
+            raise ValueError(
+                f"num_layers_unfrozen: {type(self.model).__name__} cannot be cut into trunk and top "
+                f"(outputs differ by {(whole - cut).abs().max():.2g}); use -1 to train the whole model"
+            )
+
+
+def _part(decoder: nn.Module, start: int, stop: int) -> nn.Module:
+    """The decoder with layers [start, stop) only; modules are shared, so names and storage stay the model's."""
+    if not hasattr(decoder, "layers"):
+        raise ValueError(
+            f"num_layers_unfrozen: {type(decoder).__name__} has no `layers` to cut; use -1 to train the whole model"
+        )
+    part = copy.copy(decoder)
+    part._modules = dict(decoder._modules)
+    part.layers = nn.ModuleList(list(decoder.layers)[start:stop])
+    part.config = copy.deepcopy(decoder.config)
+    part.config.num_hidden_layers = stop - start
+    if getattr(part.config, "layer_types", None):
+        part.config.layer_types = decoder.config.layer_types[start:stop]
+    return part
+
+
+def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    # The weight cache would keep a half-precision copy of every trained matrix alive across an optimizer step.
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+
+class Padded:
+    """Right-padded view of a packed batch, and where each selected token's predecessor lies in it."""
+
+    def __init__(self, batch: RolloutBatch, device: torch.device):
+        sequence, position = batch.sequence_ids, batch.positions
+        self.shape = (len(batch), int(batch.lengths.max()))
+        self.place = sequence * self.shape[1] + position  # [T] flat index into [B * S]
+        self.selected = batch.mask.nonzero().squeeze(-1)  # [N] packed index of each trained token
+        # The hidden state before a token predicts it. The first token of a sequence is never selected.
+        self.before = (self.place[self.selected] - 1).to(device)  # [N] flat index
+        self.last = (torch.arange(len(batch)) * self.shape[1] + batch.lengths - 1).to(device)  # [B] flat index
+        self.device = device
+        self.ids = self.pad(batch.tokens)
+        self.trunk_hidden = None if batch.trunk_hidden is None else self.pad(batch.trunk_hidden)
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """[T, ...] -> [B, S, ...], zeros in the padding."""
+        flat = packed.new_zeros(self.shape[0] * self.shape[1], *packed.shape[1:])
+        flat[self.place] = packed
+        return flat.view(*self.shape, *packed.shape[1:]).to(self.device)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """[B, S, ...] -> [T, ...] on the CPU."""
+        return padded.flatten(0, 1).cpu()[self.place]
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[N] values of the selected tokens -> [T], 0 elsewhere."""
+        packed = torch.zeros(self.place.numel(), dtype=values.dtype)
+        packed[self.selected] = values.detach().cpu()
+        return packed
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("cluster.device=cuda but torch sees no CUDA device; use cpu or auto")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The compute dtype. On a CPU "auto" times one product in both: only recent CPUs multiply bfloat16 faster."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+        runs = []
+        for _ in range(6):
+            start = time.perf_counter()
+            a @ b
+            runs.append(time.perf_counter() - start)
+        seconds[dtype] = min(runs)
+    return torch.bfloat16 if seconds[torch.bfloat16] * 1.3 < seconds[torch.float32] else torch.float32
+
+
+def model_facts(path: Path | str, model: PreTrainedModel) -> dict[str, object]:
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "model": str(path),
+        "architecture": type(model).__name__,
+        "parameters": total,
+        "trained_parameters": trained,
+    }

@@ -1,0 +1,83 @@
+"""Checkpoints: `checkpoints/step_N/`, complete or not there at all.
+
+A checkpoint is written under a temporary name, flushed to disk and renamed. It holds what a resumed run needs to give
+bit for bit what an unbroken one gives on a CPU: `policy/` (an HF folder, loads with AutoModelForCausalLM), `critic/`
+if the critic has a model of its own, `state.pt` (optimizers, schedules, heads), `training.json` (step, prompts drawn,
+counters) and `config.yaml`.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STEP = re.compile(r"step_(\d+)")
+TEMPORARY = "tmp_step_"
+
+
+def save(folder: Path, step: int, write: Callable[[Path], None], *, keep_last_k: int) -> Path:
+    """`write(path)` fills the checkpoint of `step`; all but the last `keep_last_k` go afterwards (0 keeps all)."""
+    final, temporary = folder / f"step_{step}", folder / f"{TEMPORARY}{step}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(leftover)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        for path in (*temporary.rglob("*"), temporary):
+            _fsync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _fsync(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if keep_last_k > 0:
+        for old in listed(folder)[:-keep_last_k]:
+            shutil.rmtree(old)
+    return final
+
+
+def listed(folder: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    found = [(int(m[1]), path) for path in folder.glob("step_*") if (m := STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def find(resume: str, run_dir: Path) -> Path | None:
+    """The checkpoint that `checkpointing.resume` means: None to start afresh."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        complete = listed(run_dir / "checkpoints")
+        return complete[-1] if complete else None
+    path = Path(resume).expanduser()
+    if (path / "checkpoints").is_dir() and (complete := listed(path / "checkpoints")):
+        return complete[-1]
+    if (path / "training.json").is_file():
+        return path
+    raise ValueError(f"checkpointing.resume={resume!r} must be auto, never, a run folder or a checkpoint (step_N)")
+
+
+def write_state(folder: Path, training: dict[str, Any], state: dict[str, Any]) -> None:
+    (folder / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+    torch.save(state, folder / "state.pt")
+
+
+def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    training = json.loads((folder / "training.json").read_text())
+    return training, torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,86 @@
+"""The settings in words, made from the dataclasses: `--help` for the terminal and docs/config.md for the browser."""
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from trainers.config_types import shown
+
+USAGE = """\
+usage: {prog} [config=FILE.yaml or recipe] [key=value ...] [--help] [--print-config] [--dry-run]
+
+{description}
+
+  config=FILE    start from a YAML file or a recipe: {recipes}
+  key=value      change one setting; the value is YAML: 0.1, true, null, [0.9, 0.99], "{{name: 1}}"
+  --print-config print the settings as YAML, which config= takes, and stop
+  --dry-run      check the settings, print the plan of the run and the model's size, and stop
+"""
+
+MARKDOWN = """\
+# Settings
+
+Made by `python -m trainers.cli --markdown` from `trainers/config.py`; `python -m trainers.ppo --help` prints the same.
+A setting is changed with `key=value` on the command line or in the YAML file given as `config=FILE.yaml`.
+**Free** settings may change when a run is resumed; with any other changed, resuming is refused.
+"""
+
+
+def blocks(config: Any, prefix: str = "") -> Iterator[tuple[str, str, list[tuple[str, Any, Any]]]]:
+    """(name, docstring, [(key, field, default)]) of every block that has settings of its own, outer blocks first."""
+    own = [(f"{prefix}{f.name}", f, getattr(config, f.name)) for f in fields(config)]
+    leaves = [(key, f, value) for key, f, value in own if not is_dataclass(value)]
+    if leaves:
+        doc = type(config).__doc__ or ""
+        generated = doc.startswith(f"{type(config).__name__}(")  # what @dataclass puts where none is written
+        yield prefix.rstrip("."), "" if generated else " ".join(doc.split()), leaves
+    for key, _, value in own:
+        if is_dataclass(value):
+            yield from blocks(value, key + ".")
+
+
+def meaning(field: Any) -> str:
+    choices = field.metadata["choices"]
+    return field.metadata["help"] + (f" [{' | '.join(choices)}]" if choices else "")
+
+
+def help_text(config: Any, *, prog: str, description: str, recipes: Sequence[str], width: int | None = None) -> str:
+    """Every key with its default and its meaning, block by block, wrapped to `width` (default: the terminal's)."""
+    width = max(40, min(width or shutil.get_terminal_size((100, 24)).columns, 160))
+    parts = [USAGE.format(prog=prog, description=fold(description, width), recipes=", ".join(recipes))]
+    column = min(48, width // 2)
+    for name, doc, leaves in blocks(config):
+        lines = [fold(f"{name}: {doc}" if doc else name, width)]
+        for key, field, default in leaves:
+            left = f"  {key}={shown(default)}"
+            right = textwrap.wrap(meaning(field), width - column) or [""]
+            if len(left) >= column:
+                lines.append(left)
+            else:
+                lines.append(left.ljust(column) + right.pop(0))
+            lines += [" " * column + line for line in right]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def fold(text: str, width: int) -> str:
+    """Wrapped paragraph by paragraph; indented ones (commands, tables) stay as they are."""
+    paragraphs = textwrap.dedent(text).strip().split("\n\n")
+    return "\n\n".join(p if "\n " in p or p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
+
+
+def markdown(config: Any) -> str:
+    """docs/config.md."""
+    parts = [MARKDOWN]
+    for name, doc, leaves in blocks(config):
+        rows = [f"## {name}", ""] + ([doc, ""] if doc else [])
+        rows += ["| key | default | meaning | choices | free |", "|---|---|---|---|---|"]
+        for key, field, default in leaves:
+            choices = ", ".join(f"`{choice}`" for choice in field.metadata["choices"] or ())
+            free = "yes" if field.metadata["free"] else ""
+            text = field.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
+            rows.append(f"| `{key}` | `{shown(default)}` | {text} | {choices} | {free} |")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)

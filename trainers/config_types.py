@@ -1,0 +1,70 @@
+"""What a setting may hold, and the words for it: types as YAML has them, values as the command line has them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import Field
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+EXPECTED = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list[int]: "a list of integers, such as [1, 2]",
+    list[float]: "a list of numbers, such as [0.9, 0.95]",
+    list[str]: 'a list of texts, such as ["a", "b"]',
+    dict[str, Any]: "a mapping, such as {name: 1}",
+}
+
+
+def base_type(field: Field) -> tuple[Any, bool]:
+    """(type without None, whether None is allowed)"""
+    types = get_args(field.type) if NoneType in get_args(field.type) else (field.type,)
+    return next(t for t in types if t is not NoneType), NoneType in types
+
+
+def fits(value: Any, field: Field) -> bool:
+    """Whether the value has the field's type as it stands: 2 is not true, 3.0 is not an integer, 5 is not a text."""
+    base, optional = base_type(field)
+    return optional if value is None else has_type(value, base)
+
+
+def has_type(value: Any, base: Any) -> bool:
+    if base is Any:
+        return True
+    if get_origin(base) is list:
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        return listed and all(has_type(item, get_args(base)[0]) for item in value)
+    if get_origin(base) is dict:
+        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    if isinstance(value, bool):
+        return base is bool
+    return isinstance(value, int | float if base is float else base)
+
+
+def expected(field: Field) -> str:
+    base, optional = base_type(field)
+    choices = field.metadata["choices"]
+    return (one_of(choices) if choices else EXPECTED[base]) + (" or null" if optional else "")
+
+
+def named(value: Any) -> str:
+    """A value together with its kind: 3 and "3" look alike otherwise."""
+    if isinstance(value, str):
+        return f'the text "{value}"'
+    return f"the number {value}" if has_type(value, float) else shown(value)
+
+
+def shown(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return "[" + ", ".join(map(shown, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def one_of(words: Sequence[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

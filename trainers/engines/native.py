@@ -1,0 +1,188 @@
+"""The embedded engine: batched sampling with a KV cache through transformers, in the trainer's own process.
+
+Parameters whose dtype equals the policy's stored one are the policy's own tensors (a frozen trunk, or everything in
+float32), so a refit moves only the trained layers' half-precision copies, or nothing. Prompts are left-padded within a
+batch; sampling draws one uniform number per (request, position) from the request's own seed and inverts the cumulative
+distribution, so a row's randomness does not depend on its neighbours.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from trainers.engines import Completion, Manifest, Sampling
+
+
+class NativeEngine:
+    """Args: model: a causal LM, used as it is (see `share_parameters`); tokenizer: its end token and stop strings."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, *, max_batch_size: int = 64):
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.max_batch_size = max_batch_size
+        self.parameters = dict(model.named_parameters())
+        self.version = 0
+        self.pending: set[str] | None = None  # names still to come; None outside an update
+        self.poisoned = False
+        # transformers renamed the argument; both names are in use among the supported versions.
+        arguments = inspect.signature(type(model.base_model).forward).parameters
+        self.cache_argument = "cache" if "cache" in arguments else "past_key_values"
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        if self.poisoned or self.pending is not None:
+            raise RuntimeError("generate() needs complete weights: an update was begun and not ended")
+        if len(seeds) != len(prompts):
+            raise ValueError(f"seeds must have one entry per prompt, {len(prompts)}, got {len(seeds)}")
+        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
+            raise ValueError(f"prompts[{empty[0]}] must have at least one token, got none")
+        # Rows of like length share a batch, so that little is spent on padding.
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        completions: dict[int, Completion] = {}
+        for start in range(0, len(order), self.max_batch_size):
+            rows = order[start : start + self.max_batch_size]
+            batch = self._decode([prompts[i] for i in rows], sampling, [seeds[i] for i in rows])
+            completions.update(zip(rows, batch, strict=True))
+        return [completions[i] for i in range(len(prompts))]
+
+    def _decode(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        device = self.model.device
+        stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos_ids())
+        uniforms = torch.stack(
+            [torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=_generator(seed)) for seed in seeds]
+        ).to(device)
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        attention = torch.zeros(len(prompts), width + sampling.max_new_tokens, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            attention[row, width - len(prompt) :] = 1
+        ids, attention = ids.to(device), attention.to(device)
+        positions = (attention[:, :width].cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self.model.config)
+        # As an index, not as the number 1: a slice is not contiguous, and then the head's weight is copied per row.
+        last = torch.tensor([-1], device=device)
+
+        tokens: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        finish = ["length"] * len(prompts)
+        active = list(range(len(prompts)))  # which request each row of the running batch serves
+        for i in range(sampling.max_new_tokens):
+            output = self.model(
+                input_ids=ids,
+                attention_mask=attention[:, : width + i],
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=last,
+                **{self.cache_argument: cache},
+            )
+            chosen, logprob = _sample(output.logits[:, -1], sampling, uniforms[:, i])
+            keep = []
+            for row, (token, lp) in enumerate(zip(chosen.tolist(), logprob.tolist(), strict=True)):
+                request = active[row]
+                tokens[request].append(token)
+                logprobs[request].append(lp)
+                if token in stop_ids or self._spells_stop(tokens[request], sampling.stop_strings):
+                    finish[request] = "stop"
+                else:
+                    keep.append(row)
+            if not keep or i + 1 == sampling.max_new_tokens:
+                break
+            if len(keep) < len(active):
+                index = torch.tensor(keep, device=device)
+                cache.reorder_cache(index)
+                chosen, attention, positions, uniforms = (x[index] for x in (chosen, attention, positions, uniforms))
+                active = [active[row] for row in keep]
+            ids, positions = chosen[:, None], positions[:, -1:] + 1
+        return [Completion(t, lp, f, self.version) for t, lp, f in zip(tokens, logprobs, finish, strict=True)]
+
+    def begin_update(self, version: int, manifest: Manifest) -> None:
+        mine, theirs = set(self.parameters), set(manifest)
+        if mine != theirs:
+            raise ValueError(
+                f"manifest must name the engine's {len(mine)} tensors; missing: {sorted(mine - theirs)[:3]}, "
+                f"unknown: {sorted(theirs - mine)[:3]}"
+            )
+        for name, spec in manifest.items():
+            if tuple(self.parameters[name].shape) != tuple(spec.shape):
+                raise ValueError(f"manifest: {name} must be {tuple(self.parameters[name].shape)}, got {spec.shape}")
+        self.next_version, self.pending = version, mine
+
+    @torch.no_grad()
+    def put(self, bucket: Iterable[tuple[str, Tensor]]) -> int:
+        if self.pending is None:
+            raise RuntimeError("put() needs begin_update() first")
+        moved = 0
+        for name, tensor in bucket:
+            if name not in self.pending:
+                raise ValueError(f"put: {name!r} was not announced, or came twice")
+            mine = self.parameters[name]
+            if mine.data_ptr() != tensor.data_ptr():
+                mine.copy_(tensor)
+                moved += mine.numel() * mine.element_size()
+            self.pending.discard(name)
+        return moved
+
+    def end_update(self) -> None:
+        if self.pending is None:
+            raise RuntimeError("end_update() needs begin_update() first")
+        if self.pending:
+            missing = sorted(self.pending)
+            self.abort_update()
+            raise RuntimeError(f"end_update: {len(missing)} announced tensors never came, such as {missing[0]!r}")
+        self.version, self.pending, self.poisoned = self.next_version, None, False
+
+    def abort_update(self) -> None:
+        self.pending, self.poisoned = None, True
+
+    def close(self) -> None:
+        self.parameters = {}
+
+    def _eos_ids(self) -> set[int]:
+        ids = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
+        listed = ids if isinstance(ids, list) else [ids]
+        return {i for i in [*listed, self.tokenizer.eos_token_id] if i is not None}
+
+    def _spells_stop(self, tokens: list[int], stop_strings: tuple[str, ...]) -> bool:
+        if not stop_strings:
+            return False
+        text = self.tokenizer.decode(tokens)
+        return any(stop in text for stop in stop_strings)
+
+
+def share_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the same structure in `dtype`: parameters stored in that dtype are shared, the others copied."""
+    memo: dict[int, Any] = {id(p): p for p in model.parameters() if p.dtype == dtype}
+    shared = copy.deepcopy(model, memo)
+    for parameter in shared.parameters():
+        if id(parameter) not in memo:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+    return shared
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _sample(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, V] logits, [B] uniform numbers -> token ids [B] and their log-probs [B] (float64 sums: V may be 250,000)."""
+    scaled = logits.float() / sampling.temperature
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    if not bool(torch.isfinite(total).all()):
+        raise FloatingPointError("the policy's logits are not finite while sampling: the weights have diverged")
+    if sampling.greedy:
+        chosen = weights.argmax(-1)
+    else:
+        # right=True never picks a token of probability zero.
+        chosen = torch.searchsorted(cumulative, (uniform * total)[:, None], right=True).squeeze(-1)
+        chosen = chosen.clamp(max=logits.shape[-1] - 1)
+    picked = weights.gather(-1, chosen[:, None]).squeeze(-1)
+    return chosen, (picked.double().log() - total.log()).float()

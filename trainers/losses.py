@@ -1,0 +1,122 @@
+"""The losses as the policy and the critic call them, where the output head lives.
+
+`rows` is the RolloutBatch of the selected tokens alone: every [N] field below is one trained token. Losses come
+divided by the optimizer step's counts, so the gradients of micro-batches are summed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fastppo
+from trainers.config import LossConfig, ValueLossConfig
+from trainers.rollout import RolloutBatch
+
+
+@dataclass
+class StepLoss:
+    loss: Tensor  # scalar
+    metrics: dict[str, Tensor]  # vectors to be added over micro-batches
+
+
+@dataclass
+class SelectedRows:
+    """The selected tokens of a micro-batch, back to back. N tokens, B sequences."""
+
+    targets: Tensor  # [N] int64
+    cu_seqlens: Tensor  # [B + 1]
+    num_tokens: int
+    num_seqs: int
+    fields: dict[str, Tensor]  # [N] each: old_logprobs, ref_logprobs, advantages, values, returns
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, selected: Tensor, device: torch.device) -> "SelectedRows":
+        per_sequence = torch.zeros(len(batch), dtype=torch.int64).index_add(0, batch.sequence_ids, batch.mask.long())
+        names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "values", "returns")
+        known = {name: value for name in names if (value := getattr(batch, name)) is not None}
+        return cls(
+            targets=batch.tokens[selected].to(device),
+            cu_seqlens=F.pad(per_sequence.cumsum(0), (1, 0)).to(device),
+            num_tokens=batch.num_tokens or 0,
+            num_seqs=batch.num_seqs or 0,
+            fields={name: value[selected].to(device) for name, value in known.items()},
+        )
+
+
+class PolicyLoss:
+    """`__call__(hidden [N, D], weight [V, D], rows) -> StepLoss`: log-probs, then `fastppo.ppo_loss`."""
+
+    def __init__(self, loss_fn: LossConfig, *, temperature: float, norm_length: float, softcap: float | None = None):
+        self.loss_fn, self.temperature, self.softcap = loss_fn, temperature, softcap
+        self.norm = loss_fn.norm_length or norm_length
+
+    def __call__(self, hidden: Tensor, weight: Tensor, rows: SelectedRows, bias: Tensor | None = None) -> StepLoss:
+        cfg = self.loss_fn
+        logprobs, entropy = fastppo.logprob(
+            F.linear(hidden, weight, bias), rows.targets, temperature=self.temperature, softcap=self.softcap
+        )
+        kl_in_loss = bool(cfg.reference_policy_kl_penalty) and not cfg.use_kl_in_reward
+        output = fastppo.ppo_loss(
+            logprobs,
+            rows.fields["old_logprobs"],
+            rows.fields["advantages"],
+            loss_type=cfg.type,
+            clip_eps=cfg.ratio_clip_min,
+            clip_eps_high=cfg.ratio_clip_max,
+            dual_clip=cfg.ratio_clip_c,
+            entropy=entropy,
+            ent_coef=cfg.entropy_bonus,
+            ref_logprobs=rows.fields["ref_logprobs"] if kl_in_loss else None,
+            kl_coef=cfg.reference_policy_kl_penalty if kl_in_loss else 0.0,
+            kl_type=cfg.reference_policy_kl_type,
+            kl_grad=cfg.reference_policy_kl_gradient,
+            cu_seqlens=rows.cu_seqlens,
+            aggregation=cfg.aggregation,
+            norm=self.norm if cfg.aggregation == "token_sum_norm" else None,
+            num_tokens=rows.num_tokens,
+            num_seqs=rows.num_seqs,
+        )
+        return StepLoss(output.loss, {"actor": output.metrics, **ratio_error(logprobs, rows)})
+
+
+class ValueLoss:
+    """`__call__(values [N], rows) -> StepLoss`: `fastppo.value_loss`, a token mean."""
+
+    def __init__(self, value_loss_fn: ValueLossConfig):
+        self.cfg = value_loss_fn
+
+    def __call__(self, values: Tensor, rows: SelectedRows) -> StepLoss:
+        output = fastppo.value_loss(
+            values,
+            rows.fields["values"],
+            rows.fields["returns"],
+            clip_eps=self.cfg.cliprange,
+            num_tokens=rows.num_tokens,
+            num_seqs=rows.num_seqs,
+        )
+        return StepLoss(self.cfg.scale * output.loss, {"critic": output.metrics})
+
+
+class JointLoss:
+    """The policy's loss plus that of a value head on the same hidden states (a shared critic)."""
+
+    def __init__(self, policy: PolicyLoss, value: ValueLoss, head: nn.Module, *, coef: float, detach_trunk: bool):
+        self.policy, self.value, self.head, self.coef, self.detach_trunk = policy, value, head, coef, detach_trunk
+
+    def __call__(self, hidden: Tensor, weight: Tensor, rows: SelectedRows, bias: Tensor | None = None) -> StepLoss:
+        actor = self.policy(hidden, weight, rows, bias)
+        critic = self.value(self.head(hidden.detach() if self.detach_trunk else hidden), rows)
+        return StepLoss(actor.loss + self.coef * critic.loss, actor.metrics | critic.metrics)
+
+
+@torch.no_grad()
+def ratio_error(logprobs: Tensor, rows: SelectedRows) -> dict[str, Tensor]:
+    """|ratio - 1| over the tokens: its sum and their number, [2] float64, and its maximum.
+
+    In the first minibatch of a rollout it is how far the trainer's log-probs are from those it scored a moment ago.
+    """
+    error = (logprobs - rows.fields["old_logprobs"]).exp().sub(1).abs().double()
+    largest = error.max() if error.numel() else error.new_zeros(())
+    return {"ratio_error": torch.stack([error.sum(), error.new_tensor(error.numel())]), "ratio_error_max": largest}

@@ -1,0 +1,151 @@
+"""A step's metrics, from the rollout batch and from what the optimizer steps left behind. Names: docs/metrics.md."""
+
+import resource
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+import fastppo
+from trainers.optim import StepMetrics, add_metrics
+from trainers.rollout import FINISH, RolloutBatch
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """What was generated and how it was judged. Means of [T] tensors are over the trained tokens."""
+    mask, lengths = batch.mask, response_lengths(batch)
+    metrics = {
+        **_spread("critic/score", batch.raw_reward),
+        **_spread("response_length", lengths),
+        **_spread("prompt_length", batch.lengths - lengths),
+        "response_length/clip_ratio": _mean(batch.finish == FINISH.index("length")),
+        "perf/total_num_tokens": float(batch.tokens.numel()),
+    }
+    if batch.old_logprobs is not None:
+        difference = (batch.old_logprobs.exp() - batch.rollout_logprobs.exp())[mask].abs()
+        metrics["actor/entropy"] = _mean(batch.entropy[mask])
+        metrics["training/rollout_probs_diff_mean"] = _mean(difference)
+        metrics["training/rollout_probs_diff_max"] = float(difference.max())
+    if batch.ref_logprobs is not None:
+        kl = sequence_kl(batch)
+        metrics |= {"critic/kl/mean": _mean(kl), "critic/kl/max": float(kl.max())}
+    if batch.advantages is not None:
+        metrics |= _spread("critic/rewards", _per_sequence(batch, batch.rewards))
+        for name in ("advantages", "returns", "values"):
+            metrics |= _spread(f"critic/{name}", getattr(batch, name)[mask])
+    return metrics
+
+
+def update_metrics(policy: list[StepMetrics], value: list[StepMetrics]) -> dict[str, float]:
+    """What the optimizer steps of a rollout did: sums over all of them, mean gradient norms, last learning rates."""
+    sums: dict[str, Tensor] = {}
+    for step in (*policy, *value):
+        add_metrics(sums, step.sums)
+    metrics: dict[str, float] = {}
+    for kind in ("actor", "critic"):
+        if kind in sums:
+            metrics |= fastppo.summarize(sums[kind])
+        steps = [step.optimizers[kind] for step in (*policy, *value) if kind in step.optimizers]
+        if steps:
+            metrics[f"{kind}/grad_norm"] = sum(step["grad_norm"] for step in steps) / len(steps)
+            metrics[f"{kind}/lr"] = steps[-1]["lr"]
+            metrics[f"{kind}/skipped_steps"] = sum(step["skipped"] for step in steps)
+    metrics.pop("actor/entropy", None)  # that of the rollout is exact over the whole batch before any update
+    if policy:
+        total, count = policy[0].sums["ratio_error"].tolist()
+        metrics["actor/first_ratio_err_mean"] = total / count if count else 0.0
+        metrics["actor/first_ratio_err_max"] = float(policy[0].sums["ratio_error_max"])
+    return metrics
+
+
+def validation_metrics(
+    batch: RolloutBatch, metric_fn: Callable[..., Mapping[str, Sequence[float]]] | None = None
+) -> dict[str, float]:
+    """Scores and lengths; with `metric_fn` also the mean of each of its per-sample lists, as val/metrics/<name>."""
+    lengths = response_lengths(batch)
+    texts = {
+        "samples": [sample.prompt.text + sample.response for sample in batch.samples],
+        "prompts": [sample.prompt.text for sample in batch.samples],
+        "outputs": [sample.response for sample in batch.samples],
+    }
+    own = metric_fn(**texts) if metric_fn else {}
+    return {
+        **{f"val/metrics/{name}": _mean(torch.as_tensor(values)) for name, values in own.items()},
+        **_spread("val/score", batch.raw_reward),
+        **_spread("val/response_length", lengths),
+        "val/response_length/clip_ratio": _mean(batch.finish == FINISH.index("length")),
+    }
+
+
+def token_table(batch: RolloutBatch, logprobs: Tensor, tokenizer: object, clip: tuple[float, float]) -> list[dict]:
+    """Each sequence of a finished batch token by token, for samples.jsonl; `logprobs` [T] are the updated policy's."""
+    kl = sequence_kl(batch)
+    rows = []
+    for row in range(len(batch)):
+        start, stop = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
+        tokens = [_token(batch, t, logprobs, tokenizer, clip) for t in range(start, stop)]
+        ids = batch.tokens[start:stop]
+        mask = batch.mask[start:stop]
+        rows.append(
+            {
+                "sample_id": int(batch.sample_id[row]),
+                "prompt": tokenizer.decode(ids[~mask]),
+                "response": tokenizer.decode(ids[mask]),
+                "finish": FINISH[int(batch.finish[row])],
+                "score": float(batch.raw_reward[row]),
+                "kl": float(kl[row]),
+                "tokens": tokens,
+            }
+        )
+    return rows
+
+
+def _token(batch: RolloutBatch, t: int, logprobs: Tensor, tokenizer: object, clip: tuple[float, float]) -> dict:
+    token = int(batch.tokens[t])
+    row = {"text": tokenizer.decode([token]), "id": token, "mask": bool(batch.mask[t])}
+    named = {
+        "logprob": logprobs,
+        "old": batch.old_logprobs,
+        "rollout": batch.rollout_logprobs,
+        "ref": batch.ref_logprobs,
+        "value": batch.values,
+        "reward": batch.rewards,
+        "advantage": batch.advantages,
+        "return": batch.returns,
+    }
+    row |= {name: float(tensor[t]) if row["mask"] else None for name, tensor in named.items()}
+    if row["mask"]:
+        ratio = float((logprobs[t] - batch.old_logprobs[t]).exp())
+        low, high = clip
+        clipped = ratio > high if row["advantage"] > 0 else ratio < low and row["advantage"] < 0
+        row |= {"kl": row["old"] - row["ref"], "ratio": ratio, "clipped": clipped}
+    else:
+        row |= {"kl": None, "ratio": None, "clipped": None}
+    return row
+
+
+def sequence_kl(batch: RolloutBatch) -> Tensor:
+    """[B] nats: sum over a response's tokens of old - ref, the sampled KL of the policy to the reference."""
+    return _per_sequence(batch, batch.old_logprobs - batch.ref_logprobs)
+
+
+def response_lengths(batch: RolloutBatch) -> Tensor:
+    return torch.zeros(len(batch), dtype=torch.int64).index_add(0, batch.sequence_ids, batch.mask.long())
+
+
+def max_memory_rss_gb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB
+
+
+def _per_sequence(batch: RolloutBatch, per_token: Tensor) -> Tensor:
+    return torch.zeros(len(batch)).index_add(0, batch.sequence_ids, torch.where(batch.mask, per_token, 0.0))
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.double().mean())
+
+
+def _spread(name: str, x: Tensor) -> dict[str, float]:
+    return {f"{name}/mean": _mean(x), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}

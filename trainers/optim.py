@@ -1,0 +1,78 @@
+"""One optimizer step: clip, check, step, schedule. AdamW over float32 parameters."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainers.config import OptimizerConfig, SchedulerConfig
+
+
+@dataclass
+class StepMetrics:
+    """What one optimizer step leaves behind: metric vectors over its micro-batches, and numbers per optimizer."""
+
+    sums: dict[str, Tensor]
+    optimizers: dict[str, dict[str, float]]
+
+
+class Optimizer:
+    """AdamW with its learning-rate schedule and its own gradient clipping.
+
+    A step whose gradient norm is not finite is left out whole (no momentum, decay or schedule) and counted.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: OptimizerConfig, scheduler: SchedulerConfig):
+        self.parameters = list(parameters)
+        self.max_grad_norm = optimizer.max_grad_norm
+        self.adamw = torch.optim.AdamW(
+            self.parameters,
+            lr=optimizer.lr,
+            betas=(optimizer.betas[0], optimizer.betas[1]),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.adamw, lambda step: lr_factor(step, scheduler))
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
+
+    def step(self) -> dict[str, float]:
+        limit = self.max_grad_norm if self.max_grad_norm > 0 else math.inf
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
+        lr = self.schedule.get_last_lr()[0]
+        finite = math.isfinite(norm)
+        if finite:
+            self.adamw.step()
+            self.schedule.step()
+        self.zero_grad()
+        return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adamw": self.adamw.state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        self.schedule.load_state_dict(state["schedule"])
+
+
+def lr_factor(step: int, scheduler: SchedulerConfig) -> float:
+    """Learning rate at optimizer step `step` (from 0), as a share of the peak."""
+    if step < scheduler.warmup_steps:
+        return (step + 1) / scheduler.warmup_steps
+    if scheduler.name == "constant":
+        return 1.0
+    progress = min((step - scheduler.warmup_steps) / scheduler.decay_steps, 1.0)
+    left = 1 - progress if scheduler.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return scheduler.min_lr_ratio + (1 - scheduler.min_lr_ratio) * left
+
+
+def add_metrics(total: dict[str, Tensor], part: dict[str, Tensor]) -> None:
+    """Combine micro-batches' metric vectors in place, on the device: sums; maxima where the name ends in _max."""
+    for name, value in part.items():
+        combine = torch.maximum if name.endswith("_max") else torch.add
+        total[name] = combine(total[name], value) if name in total else value

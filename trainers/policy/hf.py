@@ -1,0 +1,160 @@
+"""The policy on transformers: any causal language model, its reference, and the heads that hang on its trunk.
+
+The reference is a frozen copy of the trained part over the same frozen trunk. Log-probs, reference log-probs and
+values of a shared critic come from one pass of the trunk, whose output the batch keeps for the epochs that follow.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fastppo
+from trainers.backbone import Padded, SplitTransformer, autocast
+from trainers.batching import micro_batches
+from trainers.config import PolicyConfig
+from trainers.engines import Manifest, TensorSpec
+from trainers.losses import JointLoss, PolicyLoss, SelectedRows
+from trainers.optim import Optimizer, StepMetrics, add_metrics
+from trainers.rollout import RolloutBatch
+
+
+class HFPolicy:
+    def __init__(self, path: Path | str, cfg: PolicyConfig, *, device: torch.device, dtype: torch.dtype):
+        self.cfg, self.path, self.device, self.dtype = cfg, path, device, dtype
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+        self.model = model
+        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype)
+        self.softcap = getattr(model.config, "final_logit_softcapping", None)
+        self._check_head()
+        self.reference_top, self.reference_head = self.backbone.frozen_copy()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizers = {"actor": Optimizer(trained, cfg.optimizer, cfg.scheduler)}
+        self.heads: dict[str, nn.Module] = {}
+
+    def add_head(self, name: str, head: nn.Module, optimizer: Optimizer) -> None:
+        """A head on the final hidden states, stepped together with the policy (a shared critic)."""
+        self.heads[name], self.optimizers[name] = head, optimizer
+
+    @torch.no_grad()
+    def score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
+        parts = [self._score(part, want) for part in micro_batches(batch, self.cfg.logprob_batch_size)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
+        view, out = Padded(batch, self.device), {}
+        trunk = self._trunk(view)
+        if trunk is not None:
+            out["trunk_hidden"] = view.unpad(trunk)
+        hidden = self.backbone.hidden(view.ids, trunk).flatten(0, 1)
+        if "old_logprobs" in want:
+            scored = self._logprobs(hidden[view.before], self.head, batch.tokens[view.selected])
+            out["old_logprobs"], out["entropy"] = view.scatter(scored.logprobs), view.scatter(scored.entropy)
+        if "values" in want:
+            head = self.heads["critic"]
+            out["values"], out["next_values"] = view.scatter(head(hidden[view.before])), head(hidden[view.last]).cpu()
+        if "ref_logprobs" in want:
+            reference = self.backbone.hidden(view.ids, trunk, self.reference_top).flatten(0, 1)
+            scored = self._logprobs(reference[view.before], self.reference_head, batch.tokens[view.selected])
+            out["ref_logprobs"] = view.scatter(scored.logprobs)
+        return out
+
+    def train_step(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> StepMetrics:
+        sums: dict[str, Tensor] = {}
+        for part in micro_batches(minibatch, self.cfg.train_micro_batch_size):
+            view = Padded(part, self.device)
+            hidden = self.backbone.hidden(view.ids, self._trunk(view)).flatten(0, 1)[view.before]
+            rows = SelectedRows.of(part, view.selected, self.device)
+            with autocast(self.dtype, self.device):
+                step = loss(hidden, self.head.weight, rows, getattr(self.head, "bias", None))
+            step.loss.backward()
+            add_metrics(sums, step.metrics)
+        return StepMetrics(sums, {name: optimizer.step() for name, optimizer in self.optimizers.items()})
+
+    @property
+    def head(self) -> nn.Module:
+        return self.backbone.output_layer()
+
+    def _trunk(self, view: Padded) -> Tensor | None:
+        if self.backbone.trunk is None:
+            return None
+        return view.trunk_hidden if view.trunk_hidden is not None else self.backbone.trunk_hidden(view.ids)
+
+    def _logprobs(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> fastppo.LogprobOutput:
+        with autocast(self.dtype, self.device):
+            logits = F.linear(hidden, head.weight, getattr(head, "bias", None))
+        temperature = self.cfg.generation.temperature
+        return fastppo.logprob(logits, targets.to(self.device), temperature=temperature, softcap=self.softcap)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Some models scale their logits in ways of their own; log-probs here are those of hidden x weight + bias."""
+        ids = torch.arange(8).remainder(self.model.config.vocab_size)[None].to(self.device)
+        hidden = self.backbone.hidden(ids, None if self.backbone.trunk is None else self.backbone.trunk_hidden(ids))
+        with autocast(self.dtype, self.device):
+            right = self.model(input_ids=ids, use_cache=False).logits.float()
+            ours = self.head(hidden).float()
+        if self.softcap is not None:
+            ours = self.softcap * torch.tanh(ours / self.softcap)
+        error, scale = (ours - right).abs().max(), right.abs().max()
+        if not error <= 0.02 * scale:
+            raise ValueError(
+                f"policy.model_name: {type(self.model).__name__} forms its logits otherwise than by its output layer "
+                f"(they differ by {error:.2g} of {scale:.2g}), which this trainer does not score"
+            )
+
+    def manifest(self) -> Manifest:
+        return {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def save(self, folder: Path) -> None:
+        """An HF folder, read by AutoModelForCausalLM: float32 where trained, the compute dtype where frozen."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def load(self, folder: Path) -> None:
+        """Trained parameters of a folder that save() made; the frozen ones must be the same model's."""
+        mine = dict(self.model.named_parameters())
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            theirs = set(file.keys())
+            if theirs != set(mine):
+                odd = sorted(theirs ^ set(mine))[0]
+                raise ValueError(f"{folder} is not a checkpoint of {self.path}: they differ in {odd!r}")
+            for name, parameter in mine.items():
+                tensor = file.get_tensor(name)
+                if tensor.shape != parameter.shape:
+                    raise ValueError(
+                        f"{folder} is not a checkpoint of {self.path}: {name} must be {tuple(parameter.shape)}, "
+                        f"got {tuple(tensor.shape)}"
+                    )
+                if parameter.requires_grad:
+                    parameter.data.copy_(tensor)
+                elif not torch.equal(parameter.cpu(), tensor):
+                    raise ValueError(f"{folder} was trained over another frozen trunk than {self.path}: {name} differs")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "dtype": str(self.dtype),
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "heads": {name: head.state_dict() for name, head in self.heads.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["dtype"] != str(self.dtype):
+            name = state["dtype"].removeprefix("torch.")
+            raise ValueError(
+                f"the checkpoint was trained in {name}, this run computes in {self.dtype}: set policy.dtype={name}"
+            )
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        for name, head in self.heads.items():
+            head.load_state_dict(state["heads"][name])

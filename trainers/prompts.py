@@ -1,0 +1,229 @@
+"""Prompts: read once, tokenised once, then drawn in batches by a loader whose whole state is three numbers."""
+
+import hashlib
+import json
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainers.config import DataConfig
+from trainers.environments import Environment, Prompt, nearest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    index: int  # position among the loaded prompts, before any was dropped: the same in every epoch and after a resume
+    prompt: Prompt
+    ids: tuple[int, ...]
+    truncated: bool = False  # longer than data.max_prompt_length and cut to it
+
+
+def load_prompts(data: DataConfig, environment: Environment) -> list[Prompt]:
+    """The prompts of `data.prompts`, else the environment's own.
+
+    The file is JSONL: each line an object with a text under `data.prompt_key`; its other keys become metadata.
+
+    Raises:
+        ValueError: a line that is not such an object, with file and line number; no prompts at all; or a file where
+            the environment can only score its own prompts.
+        FileNotFoundError: the file is not there.
+    """
+    if data.prompts is None:
+        prompts = environment.prompts()
+        if not prompts:
+            raise ValueError("the environment has no prompts of its own: set data.prompts to a JSONL file")
+        return prompts
+    if getattr(environment, "own_prompts_only", False):
+        raise ValueError(
+            f"data.prompts={data.prompts!r}: this environment can only score its own prompts; leave it unset"
+        )
+    path = Path(data.prompts).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"data.prompts={data.prompts!r} is not a file")
+    with path.open("rb") as file:  # bytes, so that only line feeds end a line and a bad byte has a line number
+        lines = [(f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip()]
+    prompts = [_parse_line(line, where, data.prompt_key) for where, line in lines]
+    if not prompts:
+        raise ValueError(f"data.prompts={data.prompts!r} has no prompts")
+    return prompts
+
+
+def _parse_line(line: bytes, where: str, prompt_key: str) -> Prompt:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))  # -sig: some editors put a byte-order mark at the start of a file
+    except ValueError as error:  # bad JSON or bad UTF-8
+        start = line.decode(errors="replace").strip()[:60]
+        raise ValueError(f"{where}: expected a JSON object, got {start!r}: {getattr(error, 'msg', error)}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+    if prompt_key not in row:
+        raise ValueError(
+            f"{where}: no key {prompt_key!r} (data.prompt_key){nearest(prompt_key, list(row))}; keys: {sorted(row)}"
+        )
+    text = row.pop(prompt_key)
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {prompt_key!r} must be a text, got {type(text).__name__}")
+    return Prompt(text, row)
+
+
+def tokenize_prompts(
+    prompts: Sequence[Prompt], tokenizer: Any, data: DataConfig, *, vocab_size: int | None = None
+) -> list[TokenizedPrompt]:
+    """The ids of each prompt, within `data.max_prompt_length`; a prompt's own `ids` are taken as they are.
+
+    Args:
+        prompts: the loaded prompts; positions in this list become `TokenizedPrompt.index`.
+        tokenizer: a Hugging Face tokenizer.
+        data: chat template, system prompt, length limit and what happens to longer prompts.
+        vocab_size: rows of the model's embedding; default: the tokenizer's number of tokens.
+
+    Raises:
+        ValueError: settings that exclude each other; a prompt with an id outside the vocabulary, without tokens,
+            refused by the chat template, or (under overlong_prompts=error) too long; or no prompt left.
+    """
+    _check_settings(data, tokenizer)
+    vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+    kept: list[TokenizedPrompt] = []
+    overlong: list[tuple[int, int]] = []  # (row, tokens)
+    for row, prompt in enumerate(prompts):
+        ids = _encode(prompt, row, tokenizer, data)
+        outside = [i for i in ids if not 0 <= i < vocab_size]
+        if outside:
+            raise ValueError(f"prompt {row}: token id {outside[0]} is outside the vocabulary of {vocab_size}")
+        truncated = len(ids) > data.max_prompt_length
+        if truncated:
+            overlong.append((row, len(ids)))
+            if data.overlong_prompts == "drop":
+                continue
+            if data.overlong_prompts == "error":
+                raise ValueError(
+                    f"prompt {row} has {len(ids)} tokens, more than data.max_prompt_length={data.max_prompt_length}"
+                )
+            ids = _truncate(ids, data.max_prompt_length, tokenizer.bos_token_id)
+        kept.append(TokenizedPrompt(row, prompt, ids, truncated))
+    if overlong:
+        row, length = overlong[0]
+        done = {"drop": "dropped", "truncate": "truncated"}[data.overlong_prompts]
+        message = f"{done} {len(overlong)} of {len(prompts)} prompts, the first is prompt {row} with {length} tokens"
+        if not kept:
+            raise ValueError(f"data.max_prompt_length={data.max_prompt_length} {message}: none is left")
+        logger.warning("data.max_prompt_length=%d: %s", data.max_prompt_length, message)
+    return kept
+
+
+def _check_settings(data: DataConfig, tokenizer: Any) -> None:
+    if data.max_prompt_length < 1:
+        raise ValueError(f"data.max_prompt_length must be at least 1, got {data.max_prompt_length}")
+    if data.overlong_prompts not in ("error", "drop", "truncate"):
+        raise ValueError(f"data.overlong_prompts must be error, drop or truncate, got {data.overlong_prompts!r}")
+    if data.system_prompt is not None and not data.chat_template:
+        raise ValueError("data.system_prompt needs data.chat_template=true")
+    if data.chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("data.chat_template=true, but the model's tokenizer has no chat template")
+    if data.chat_template and data.overlong_prompts == "truncate":
+        raise ValueError("data.overlong_prompts=truncate would cut the chat template's own tokens; use drop or error")
+
+
+def _encode(prompt: Prompt, row: int, tokenizer: Any, data: DataConfig) -> tuple[int, ...]:
+    if prompt.ids is not None:
+        if data.chat_template:
+            raise ValueError(f"prompt {row} is given as ids, to which data.chat_template cannot be applied")
+        ids = tuple(prompt.ids)
+    elif data.chat_template:
+        turns = [{"role": "system", "content": data.system_prompt}] if data.system_prompt is not None else []
+        turns.append({"role": "user", "content": prompt.text})
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like, for instance where there is no system role
+            raise ValueError(f"prompt {row}: the chat template refused it: {error}") from error
+        ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written them
+    else:
+        ids = tuple(tokenizer(prompt.text)["input_ids"])
+        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+            ids = ids[1:]  # the text begins with the token that the tokenizer puts in front as well
+    if not ids:
+        if tokenizer.bos_token_id is None:
+            raise ValueError(
+                f"prompt {row} has no tokens, and the tokenizer has no beginning-of-sequence token to stand in"
+            )
+        ids = (tokenizer.bos_token_id,)
+    return ids
+
+
+def _truncate(ids: tuple[int, ...], length: int, bos: int | None) -> tuple[int, ...]:
+    """The end of the prompt, which the response continues; a leading BOS stays."""
+    if length > 1 and ids[0] == bos:
+        return ids[:1] + ids[len(ids) - length + 1 :]
+    return ids[len(ids) - length :]
+
+
+class PromptLoader:
+    """Endless batches of `num_prompts_per_step` prompts; a last partial batch of an epoch is left out.
+
+    The order of an epoch depends on (seed, epoch) alone, so (epoch, index) is all there is to restore.
+    `epoch` counts the finished passes and moves with the last batch of a pass; `consumed` counts prompts, not samples.
+    """
+
+    def __init__(
+        self, prompts: Sequence[TokenizedPrompt], num_prompts_per_step: int, *, seed: int, shuffle: bool = True
+    ) -> None:
+        if num_prompts_per_step < 1:
+            raise ValueError(f"num_prompts_per_step must be at least 1, got {num_prompts_per_step}")
+        if len(prompts) < num_prompts_per_step:
+            raise ValueError(f"num_prompts_per_step={num_prompts_per_step}, but there are only {len(prompts)} prompts")
+        self._prompts = list(prompts)
+        self._batch = num_prompts_per_step
+        self._seed = seed
+        self._shuffle = shuffle
+        self.epoch = self.index = self.consumed = 0
+        self._order = self._order_of(0)
+        left_out = len(prompts) % num_prompts_per_step
+        if left_out and not shuffle:
+            logger.warning("data.shuffle=false: the last %d of %d prompts are never used", left_out, len(prompts))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return len(self._prompts) // self._batch
+
+    def next_batch(self) -> list[TokenizedPrompt]:
+        batch = [self._prompts[i] for i in self._order[self.index : self.index + self._batch]]
+        self.index += self._batch
+        self.consumed += self._batch
+        if self.index + self._batch > len(self._prompts):
+            self.epoch, self.index = self.epoch + 1, 0
+            self._order = self._order_of(self.epoch)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "index": self.index, "consumed": self.consumed, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken; ValueError if it was taken with other prompts or settings."""
+        for key, here in self._identity().items():
+            if state.get(key) != here:
+                raise ValueError(
+                    f"cannot resume the prompts: {key} was {state.get(key)!r} when saved and is {here!r} now"
+                )
+        self.epoch, self.index, self.consumed = (int(state[key]) for key in ("epoch", "index", "consumed"))
+        self._order = self._order_of(self.epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"prompts of seed {self._seed}, epoch {epoch}").shuffle(order)
+        return order
+
+    def _identity(self) -> dict[str, Any]:
+        ids = json.dumps([[prompt.index, *prompt.ids] for prompt in self._prompts])
+        return {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "num_prompts_per_step": self._batch,
+            "num_prompts": len(self._prompts),
+            "prompts_sha256": hashlib.sha256(ids.encode()).hexdigest(),
+        }

@@ -1,0 +1,85 @@
+"""From scores to per-token rewards: who pays what, and where it is paid.
+
+The task's score sits on the last response token (the stop token included); scores per token sit on their own. The KL
+to the reference, if it is charged in the reward, is per token and detached.
+"""
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+import fastppo
+from trainers.config import LossConfig
+from trainers.environments import Environment, Sample
+from trainers.rollout import RolloutBatch
+
+
+class RewardError(ValueError):
+    """A reward that cannot be trained on; `sample` is the response it was asked for, if it is known."""
+
+    def __init__(self, message: str, sample: Sample | None = None):
+        super().__init__(message)
+        self.sample = sample
+
+
+def score(environment: Environment, batch: RolloutBatch) -> RolloutBatch:
+    """Ask the environment; fill `raw_reward` [B] and `token_scores` [T]."""
+    samples = batch.samples
+    try:
+        answers = environment.score(samples)
+    except Exception as error:
+        raise RewardError(f"the reward failed: {type(error).__name__}: {error}") from error
+    try:
+        count = len(answers)
+    except TypeError:
+        raise RewardError(f"the reward must be a list of {len(samples)} values, got {type(answers).__name__}") from None
+    if count != len(samples):
+        raise RewardError(f"the reward must give {len(samples)} values, one per response, got {count}")
+    token_scores = torch.zeros(batch.tokens.numel())
+    last = batch.last_selected()
+    raw = []
+    for row, (answer, sample) in enumerate(zip(answers, samples, strict=True)):
+        values = _values(answer, sample)
+        if _is_scalar(answer):
+            token_scores[last[row]] = values[0]
+        else:
+            start = int(last[row]) + 1 - len(values)
+            token_scores[start : start + len(values)] = torch.tensor(values)
+        raw.append(math.fsum(values))
+    return batch.update(raw_reward=torch.tensor(raw, dtype=torch.float32), token_scores=token_scores)
+
+
+def token_rewards(batch: RolloutBatch, loss_fn: LossConfig) -> RolloutBatch:
+    """Fill `rewards` [T]: scores, less the KL where it is charged in the reward."""
+    rewards = batch.token_scores.clone()
+    if loss_fn.use_kl_in_reward and loss_fn.reference_policy_kl_penalty:
+        kl = fastppo.kl_divergence(batch.old_logprobs, batch.ref_logprobs, loss_fn.reference_policy_kl_type)
+        rewards -= loss_fn.reference_policy_kl_penalty * torch.where(batch.mask, kl, 0.0)
+    return batch.update(rewards=rewards)
+
+
+def _is_scalar(answer: Any) -> bool:
+    return isinstance(answer, Real) or getattr(answer, "ndim", None) == 0  # numbers, 0-dim tensors and arrays
+
+
+def _values(answer: Any, sample: Sample) -> list[float]:
+    listed: Sequence[Any]
+    if _is_scalar(answer):
+        listed = [answer]
+    elif isinstance(answer, Sequence | torch.Tensor) and not isinstance(answer, str):
+        listed = list(answer)
+        if len(listed) != len(sample.response_ids):
+            raise RewardError(
+                f"a per-token reward must have {len(sample.response_ids)} values, one per response token, got "
+                f"{len(listed)} for {sample.response!r}",
+                sample,
+            )
+    else:
+        raise RewardError(f"the reward must be a number, got {answer!r} for {sample.response!r}", sample)
+    values = [float(value) for value in listed]
+    if not all(map(math.isfinite, values)):
+        raise RewardError(f"the reward must be finite, got {answer!r} for {sample.response!r}", sample)
+    return values

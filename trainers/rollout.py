@@ -1,0 +1,158 @@
+"""RolloutBatch, what travels through a trainer, and the step that fills it: prompts -> engine -> packed sequences.
+
+Legend: T tokens of all sequences back to back, B sequences, D hidden size. Every [T] tensor is about its own token:
+`logprobs[t]` scores `tokens[t]`, `values[t]` is V of the state before it, `rewards[t]` is paid for it. A sequence's
+first token has mask 0, since nothing predicts it.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.config import GenerationConfig
+from trainers.engines import Completion, Engine, Sampling
+from trainers.environments import Sample
+from trainers.prompts import TokenizedPrompt
+
+FINISH = ("stop", "length")  # codes of RolloutBatch.finish
+
+
+def token_field() -> Any:
+    return field(default=None, metadata={"per": "token"})
+
+
+def sequence_field() -> Any:
+    return field(default=None, metadata={"per": "sequence"})
+
+
+@dataclass
+class RolloutBatch:
+    """Packed sequences. The first block is set by generation, the rest by the trainer as it goes."""
+
+    cu_seqlens: Tensor  # [B + 1] int64
+    tokens: Tensor = token_field()  # [T] int64
+    mask: Tensor = token_field()  # [T] bool: sampled by the policy, hence trained
+    rollout_logprobs: Tensor = token_field()  # [T] float32, the engine's own; 0 where mask is 0
+    group: Tensor = sequence_field()  # [B] int64, index of the prompt within the step
+    sample_id: Tensor = sequence_field()  # [B] int64, row within the step
+    finish: Tensor = sequence_field()  # [B] int64, index into FINISH
+    weight_version: Tensor = sequence_field()  # [B] int64, step of the weights that sampled it
+
+    raw_reward: Tensor | None = sequence_field()  # [B] float32, the task's score
+    token_scores: Tensor | None = token_field()  # [T] float32, where the score is paid
+    old_logprobs: Tensor | None = token_field()
+    ref_logprobs: Tensor | None = token_field()
+    entropy: Tensor | None = token_field()
+    values: Tensor | None = token_field()
+    next_values: Tensor | None = sequence_field()  # [B] float32, V after the last token
+    rewards: Tensor | None = token_field()  # [T] float32, after KL
+    advantages: Tensor | None = token_field()
+    returns: Tensor | None = token_field()
+    trunk_hidden: Tensor | None = token_field()  # [T, D], output of the policy's frozen trunk
+
+    num_tokens: int | None = None  # selected tokens of the optimizer step, set by batching
+    num_seqs: int | None = None  # sequences of the optimizer step with at least one selected token
+    samples: list[Sample] = field(default_factory=list)  # decoded, for rewards and tables; not carried by select()
+
+    def __len__(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:  # [B]
+        return self.cu_seqlens.diff()
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[T] int64: which sequence each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64: place of each token in its own sequence."""
+        return torch.arange(self.tokens.numel()) - self.cu_seqlens[:-1][self.sequence_ids]
+
+    def last_selected(self) -> Tensor:
+        """[B] int64: packed index of each sequence's last response token. Every sequence has one."""
+        index = torch.where(self.mask, torch.arange(self.tokens.numel()), -1)
+        return torch.full((len(self),), -1).scatter_reduce(0, self.sequence_ids, index, "amax")
+
+    def select(self, rows: Tensor | Sequence[int]) -> "RolloutBatch":
+        """The sequences `rows`, in that order, with everything known of them."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        lengths = self.lengths[rows]
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        offsets = torch.repeat_interleave(self.cu_seqlens[:-1][rows] - cu_seqlens[:-1], lengths)
+        at = {"token": torch.arange(int(cu_seqlens[-1])) + offsets, "sequence": rows}
+        chosen = {
+            f.name: value[at[f.metadata["per"]]]
+            for f in fields(self)
+            if "per" in f.metadata and (value := getattr(self, f.name)) is not None
+        }
+        return replace(self, cu_seqlens=cu_seqlens, samples=[], **chosen)
+
+    def update(self, **tensors: Tensor) -> "RolloutBatch":
+        for name, tensor in tensors.items():
+            assert hasattr(self, name), name
+            setattr(self, name, tensor)
+        return self
+
+
+def hash64(*parts: int) -> int:
+    """A seed from integers: equal for any rank layout and batch order, and without state to save."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch.Generator takes a signed 64-bit seed
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[TokenizedPrompt],
+    generation: GenerationConfig,
+    tokenizer: Any,
+    *,
+    samples_per_prompt: int,
+    seed: int,
+    step: int,
+) -> RolloutBatch:
+    """`samples_per_prompt` responses to each prompt, siblings adjacent, packed."""
+    repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
+    seeds = [hash64(seed, step, sample_id, 0) for sample_id in range(len(repeated))]
+    completions = engine.generate([list(prompt.ids) for prompt in repeated], Sampling.from_config(generation), seeds)
+    batch = pack([prompt.ids for prompt in repeated], completions)
+    batch.group = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
+    batch.samples = [
+        Sample(
+            prompt=prompt.prompt,
+            prompt_ids=tuple(prompt.ids),
+            response_ids=tuple(completion.tokens),
+            response=tokenizer.decode(completion.tokens, skip_special_tokens=True),
+            finish=completion.finish,
+        )
+        for prompt, completion in zip(repeated, completions, strict=True)
+    ]
+    return batch
+
+
+def pack(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> RolloutBatch:
+    """One packed batch of prompt + response rows; the mask is what the policy sampled, never `ids != pad`."""
+    rows = [
+        (list(prompt) + completion.tokens, len(prompt), completion)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    lengths = torch.tensor([len(ids) for ids, _, _ in rows], dtype=torch.int64)
+    sampled = [[False] * start + [True] * len(c.tokens) for _, start, c in rows]
+    logprobs = [[0.0] * start + c.logprobs for _, start, c in rows]
+    return RolloutBatch(
+        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+        tokens=torch.tensor([t for ids, _, _ in rows for t in ids], dtype=torch.int64),
+        mask=torch.tensor([m for row in sampled for m in row], dtype=torch.bool),
+        rollout_logprobs=torch.tensor([p for row in logprobs for p in row], dtype=torch.float32),
+        group=torch.arange(len(rows)),
+        sample_id=torch.arange(len(rows)),
+        finish=torch.tensor([FINISH.index(c.finish) for _, _, c in rows], dtype=torch.int64),
+        weight_version=torch.tensor([c.weight_version for _, _, c in rows], dtype=torch.int64),
+    )

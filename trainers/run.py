@@ -1,0 +1,182 @@
+"""A run's frame: its folder, its clock, its progress, when it ends, and the command that starts it."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from trainers.arithmetic import ConfigError
+from trainers.config import PPOTrainerConfig
+
+MAX_SKIPPED_STEPS = 3  # rollouts in a row without a single finite gradient before a run gives up
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says why and what to do."""
+
+
+@dataclass
+class Progress:
+    """Counters that a checkpoint carries."""
+
+    step: int = 0
+    consumed_prompts: int = 0
+    consumed_samples: int = 0
+    total_valid_tokens: int = 0
+    skipped_in_a_row: int = 0
+
+    def metrics(self, epoch: int) -> dict[str, float]:
+        names = ("consumed_prompts", "consumed_samples", "total_valid_tokens")
+        counters = {f"training/{name}": float(getattr(self, name)) for name in names}
+        return {"training/global_step": float(self.step), "training/epoch": float(epoch), **counters}
+
+
+class Run:
+    """The folder and life of one training run.
+
+    As a context manager it listens to SIGINT and SIGTERM: the first finishes the step and saves, the second ends the
+    process at once.
+    """
+
+    def __init__(self, config: PPOTrainerConfig, algorithm: str):
+        self.config = config
+        self.dir = run_folder(config, algorithm)
+        self.stopping = False
+        self.stages: dict[str, float] = {}
+        self.lap_start = time.perf_counter()
+        self.handlers: dict[int, Any] = {}
+
+    def open(self, model: dict[str, Any]) -> None:
+        """Write config.yaml and env.json: what is trained, with what."""
+        from fastppo.env import facts
+        from trainers.cli import save_config
+
+        self.dir.mkdir(parents=True, exist_ok=True)
+        save_config(self.config, self.dir / "config.yaml")
+        (self.dir / "env.json").write_text(json.dumps({**model, **facts()}, indent=2) + "\n")
+
+    @contextmanager
+    def timer(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[stage] = self.stages.get(stage, 0.0) + time.perf_counter() - start
+
+    def lap(self, tokens: float) -> dict[str, float]:
+        """Stage times since the last lap, and its length: a checkpoint or validation counts to the step it delays."""
+        now = time.perf_counter()
+        seconds, self.lap_start = now - self.lap_start, now
+        metrics = {f"timing_s/{stage}": value for stage, value in self.stages.items()}
+        self.stages = {}
+        return {
+            **metrics,
+            "timing_s/step": seconds,
+            "perf/time_per_step": seconds,
+            "perf/throughput": tokens / seconds,
+        }
+
+    def check(self, metrics: dict[str, float], progress: Progress) -> None:
+        """Stop a run whose numbers cannot be right."""
+        error, limit = metrics.get("actor/first_ratio_err_mean", 0.0), self.config.ppo.max_first_ratio_error
+        if not error <= limit:
+            raise TrainingError(
+                f"the first minibatch's mean |ratio - 1| is {error:.3g}, above ppo.max_first_ratio_error={limit}: the "
+                "log-probs that the trainer computes are not those it scored the rollout with"
+            )
+        steps = self.config.ppo.num_prompts_per_step * self.config.ppo.num_generations_per_prompt
+        steps = steps // self.config.policy.train_global_batch_size * self.config.ppo.ppo_epochs
+        skipped = metrics.get("actor/skipped_steps", 0.0) >= steps
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
+        if progress.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"no gradient was finite in {MAX_SKIPPED_STEPS} rollouts in a row: lower policy.optimizer.lr and go on "
+                "from an older checkpoint with checkpointing.resume=<path>"
+            )
+
+    def __enter__(self) -> "Run":
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self._on_signal)
+        except ValueError:  # only the main thread may listen; elsewhere the caller's own handling stays
+            pass
+        self.lap_start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        self.handlers = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.stopping:
+            raise SystemExit(128 + number)
+        self.stopping = True
+        print(
+            f"\n{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once", flush=True
+        )
+
+
+def run_folder(config: PPOTrainerConfig, algorithm: str) -> Path:
+    if config.logger.run_dir != "auto":
+        folder = Path(config.logger.run_dir).expanduser()
+        if config.checkpointing.resume == "never" and (folder / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"logger.run_dir={config.logger.run_dir} holds a run already and checkpointing.resume=never would "
+                "overwrite it: name another folder, or resume=auto"
+            )
+        return folder
+    environment = config.env.name.replace(":", "-")
+    base = Path("results") / f"{algorithm}-{environment}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder, suffix = base, 1
+    while folder.exists():
+        suffix += 1
+        folder = base.with_name(f"{base.name}-{suffix}")
+    return folder
+
+
+def progress_from(training: dict[str, Any]) -> Progress:
+    return Progress(**training["progress"])
+
+
+def training_record(progress: Progress, **more: Any) -> dict[str, Any]:
+    return {"progress": asdict(progress), **more}
+
+
+def launch(algorithm: str, description: str, argv: list[str] | None = None) -> int:
+    """The command line of a trainer: 0 when it trained (or only printed), 2 for bad arguments, 1 for a failed run."""
+    from trainers.cli import answer, parse
+
+    prog = f"python -m trainers.{algorithm}"
+    arguments = parse(sys.argv[1:] if argv is None else argv, prog=prog, description=description)
+    if answer(arguments, prog=prog):
+        return 0
+    print(arguments.plan.describe(), flush=True)
+
+    # torch's OpenMP threads spin at every barrier; on busy cores that halves the speed, on idle ones little is gained.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+    # Only now what takes seconds to import. Failures whose message says it all are printed without a traceback.
+    from transformers.utils import logging
+
+    from trainers.models import ModelFetchError
+    from trainers.rewards import RewardError
+
+    logging.disable_progress_bar()
+    try:
+        import_module(f"trainers.{algorithm}").main(arguments.config)
+    except (ConfigError, ModelFetchError, RewardError, TrainingError, ImportError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    return 0

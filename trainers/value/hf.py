@@ -1,0 +1,93 @@
+"""A critic with a transformers model of its own: backbone, float32 scalar head, optimizer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from trainers.backbone import Padded, SplitTransformer
+from trainers.batching import micro_batches, minibatches
+from trainers.config import ValueConfig
+from trainers.losses import SelectedRows, ValueLoss
+from trainers.optim import Optimizer, StepMetrics, add_metrics
+from trainers.rollout import RolloutBatch
+from trainers.value import ScalarHead
+
+
+class LocalValue:
+    wants: set[str] = set()
+
+    def __init__(
+        self, path: Path | str, cfg: ValueConfig, *, device: torch.device, dtype: torch.dtype, score_batch: int
+    ):
+        self.cfg, self.path, self.device, self.score_batch = cfg, path, device, score_batch
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+        head = model.get_output_embeddings()
+        if head is not None and head.weight is not model.get_input_embeddings().weight:
+            head.requires_grad_(False)  # a critic has no use for the language-model head
+        self.model = model
+        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype)
+        self.head = ScalarHead(model.config.hidden_size).to(device)
+        self.optimizer = Optimizer([p for _, p in self._trained()], cfg.optimizer, cfg.scheduler)
+
+    def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
+        backbone = [(f"model.{name}", p) for name, p in self.model.named_parameters() if p.requires_grad]
+        return backbone + [(f"head.{name}", p) for name, p in self.head.named_parameters()]
+
+    @torch.no_grad()
+    def infer(self, batch: RolloutBatch) -> "Done":
+        values, next_values = [], []
+        for part in micro_batches(batch, self.score_batch):
+            view = Padded(part, self.device)
+            hidden = self._hidden(view)
+            values.append(view.scatter(self.head(hidden[view.before])))
+            next_values.append(self.head(hidden[view.last]).cpu())
+        return Done(torch.cat(values), torch.cat(next_values))
+
+    def minibatches(self, batch: RolloutBatch, *, seed: int, step: int, epoch: int) -> Iterator[RolloutBatch]:
+        return minibatches(batch, self.cfg.train_global_batch_size, seed=seed, step=step, epoch=epoch)
+
+    def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
+        sums: dict[str, Tensor] = {}
+        for part in micro_batches(minibatch, self.cfg.train_micro_batch_size):
+            view = Padded(part, self.device)
+            values = self.head(self._hidden(view)[view.before])
+            step = loss(values, SelectedRows.of(part, view.selected, self.device))
+            step.loss.backward()
+            add_metrics(sums, step.metrics)
+        return StepMetrics(sums, {"critic": self.optimizer.step()})
+
+    def _hidden(self, view: Padded) -> Tensor:
+        # The batch's trunk_hidden is the policy's trunk, not this one's.
+        trunk = None if self.backbone.trunk is None else self.backbone.trunk_hidden(view.ids)
+        return self.backbone.hidden(view.ids, trunk).flatten(0, 1)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        save_file({name: p.detach().cpu().contiguous() for name, p in self._trained()}, folder / "critic.safetensors")
+
+    def load(self, folder: Path) -> None:
+        tensors = load_file(folder / "critic.safetensors")
+        mine = dict(self._trained())
+        if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in mine.items()}:
+            raise ValueError(f"{folder} is not a checkpoint of the critic {self.path}: names or shapes differ")
+        for name, parameter in mine.items():
+            parameter.data.copy_(tensors[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Done:
+    def __init__(self, values: Tensor, next_values: Tensor):
+        self.values, self.next_values = values, next_values
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        return self.values, self.next_values
