@@ -165,7 +165,7 @@ class PPOConfig:
     num_prompts_per_step: int = opt(8, "prompts per step")
     num_generations_per_prompt: int = opt(4, "responses per prompt; batch = prompts x responses")
     ppo_epochs: int = opt(1, "passes over each rollout")
-    max_num_steps: int = opt(100, "steps (rollouts) to train", free=True)
+    max_num_steps: int = opt(75, "steps (rollouts) to train", free=True)
     max_num_epochs: int | None = opt(
         None, "passes over the prompts after which the run ends; default: no limit", free=True
     )
