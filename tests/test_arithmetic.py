@@ -25,13 +25,13 @@ class TestPlan:
     def test_the_defaults(self):
         plan = accepted()
         assert (plan.sequences, plan.longest_sequence) == (32, 272)
-        assert (plan.policy_steps_per_rollout, plan.policy_micro_batches, plan.total_policy_steps) == (4, 1, 240)
+        assert (plan.policy_steps_per_rollout, plan.policy_micro_batches, plan.total_policy_steps) == (4, 1, 300)
         assert (plan.value_batch, plan.value_steps_per_rollout, plan.total_value_steps) == (None, 0, 0)
         assert plan.describe() == (
             "rollout   8 prompts x 4 responses = 32 sequences a step, each at most 256 prompt + 16 new = 272 tokens\n"
             "policy    1 x 32 / 8 = 4 optimizer steps per rollout, each 8 sequences in 1 micro-batch of up to 8\n"
             "critic    a head on the policy's trunk, trained in the policy's optimizer steps\n"
-            "whole run 60 steps, 1,920 responses, 240 optimizer steps of the policy"
+            "whole run 75 steps, 2,400 responses, 300 optimizer steps of the policy"
         )
 
     def test_a_critic_of_its_own_and_uneven_micro_batches(self):
@@ -190,10 +190,6 @@ UNUSED = [
     ((), "value.train_micro_batch_size=4", ("value.mode=local",)),
     (("value.mode=local",), "value.detach_trunk=false", ()),
     (("value.mode=local",), "value.loss_coef=0.5", ()),
-    (("logger.report=false",), "logger.report_period=5", ()),
-    (("checkpointing.enabled=false",), "checkpointing.save_period=5", ()),
-    (("checkpointing.enabled=false",), "checkpointing.keep_last_k=5", ()),
-    ((), "ppo.max_val_samples=5", ("ppo.val_at_end=true",)),
     (("loss_fn.type=reinforce",), "loss_fn.ratio_clip_min=0.1", ()),
     (("loss_fn.type=sapo",), "loss_fn.ratio_clip_max=0.1", ("loss_fn.type=cispo",)),
     (("loss_fn.type=cispo",), "loss_fn.ratio_clip_c=3", ("loss_fn.type=gspo",)),
@@ -229,6 +225,17 @@ class TestUnused:
     def test_it_is_accepted_where_it_has_one(self, _, option, settings, request, monkeypatch):
         monkeypatch.chdir(request.config.rootpath)
         accepted(*settings, option)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            ("logger.report=false", "logger.report_period=5"),
+            ("checkpointing.enabled=false", "checkpointing.save_period=5", "checkpointing.keep_last_k=5"),
+            ("ppo.val_period=0", "ppo.max_val_samples=5"),
+        ],
+    )
+    def test_one_switch_suffices_against_a_recipe_that_sets_the_details(self, settings):
+        accepted(*settings)
 
     def test_the_message(self):
         assert refused("loss_fn.norm_length=10") == (

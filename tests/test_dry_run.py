@@ -104,7 +104,7 @@ def test_sequences_beyond_the_context_are_pointed_out():
         (["env.name=python:math.sqrt"], "the environment has no prompts of its own"),
         (["env.name=sentiment", "env.size=512", "ppo.num_prompts_per_step=32"], "there are only 16 prompts"),
         (["policy.model_name=/no/such/folder"], "neither an existing folder nor a hub id"),
-        (["ppo.num_prompts_per_step=3"], "which policy.train_global_batch_size=32 does not divide"),
+        (["ppo.num_prompts_per_step=3"], "which policy.train_global_batch_size=64 does not divide"),
     ],
 )
 def test_what_it_refuses(overrides, message):
