@@ -7,9 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
-import torch
 
 from trainers.config import EnvConfig
 from trainers.environments import Prompt, Sample, make_environment
@@ -267,41 +265,6 @@ def test_function_prompts_as_mappings():
     assert FunctionEnvironment(len, prompts).prompts() == [Prompt("a", ids=(1,)), Prompt("b", {"answer": 2})]
     with pytest.raises(TypeError, match=r"prompts\[1\] must be a text or a mapping with a text under 'prompt', got 7"):
         FunctionEnvironment(len, ["a", 7])
-
-
-@pytest.mark.parametrize(
-    ("returned", "expected"),
-    [
-        (torch.tensor([0.5, 1.0]), [0.5, 1.0]),
-        (np.array([0.5, 1.0]), [0.5, 1.0]),
-        ([torch.tensor(0.5), np.float32(1.0)], [0.5, 1.0]),
-        ((True, 0), [1.0, 0.0]),
-        ([[0.5, 0.0], [0, 1]], [[0.5, 0.0], [0.0, 1.0]]),
-        ([torch.tensor([0.5, 0.0]), [0.0, 1.0]], [[0.5, 0.0], [0.0, 1.0]]),
-    ],
-)
-def test_function_returns(returned, expected):
-    environment = FunctionEnvironment(lambda **kwargs: returned)
-    assert environment.score([sample(Prompt("a"), "x"), sample(Prompt("b"), "y")]) == expected
-
-
-@pytest.mark.parametrize(
-    ("returned", "error", "message"),
-    [
-        (None, ValueError, "one reward a sample, 2, got NoneType"),
-        ([1.0], ValueError, "one reward a sample, 2, got 1"),
-        (1.0, ValueError, "one reward a sample, 2, got float"),
-        ([1.0, None], TypeError, "returned None for sample 1, expected a number"),
-        ([float("nan"), 1.0], ValueError, "returned nan for sample 0, expected a finite number"),
-        ([[0.0, float("inf")], [0.0, 0.0]], ValueError, "returned inf for sample 0, token 1"),
-        ([[0.0, 0.0], [0.0]], ValueError, "returned 1 rewards for sample 1, expected one for each of its 2 response"),
-        ([[0.0, 0.0], 1.0], ValueError, "a number for every sample or a list for every sample, got both"),
-    ],
-)
-def test_function_that_returns_something_else(returned, error, message):
-    environment = FunctionEnvironment(lambda **kwargs: returned)
-    with pytest.raises(error, match=message):
-        environment.score([sample(Prompt("a"), "x"), sample(Prompt("b"), "y")])
 
 
 def test_function_metadata_that_hides_an_argument():

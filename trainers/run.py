@@ -51,6 +51,7 @@ class Run:
         self.config = config
         self.dir = run_folder(config, algorithm)
         self.stopping = False
+        self.failed_saves = 0
         self.stages: dict[str, float] = {}
         self.lap_start = time.perf_counter()
         self.handlers: dict[int, Any] = {}
@@ -71,6 +72,19 @@ class Run:
             yield
         finally:
             self.stages[stage] = self.stages.get(stage, 0.0) + time.perf_counter() - start
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """A full disk costs one checkpoint, not the run; a second failure in a row ends it. The last good one stays."""
+        try:
+            yield
+        except OSError as error:
+            self.failed_saves += 1
+            if self.failed_saves > 1:
+                raise TrainingError(f"no checkpoint could be written, twice in a row: {error}") from error
+            print(f"warning: step {step} was not saved, training goes on: {error}", flush=True)
+        else:
+            self.failed_saves = 0
 
     def lap(self, tokens: float) -> dict[str, float]:
         """Stage times since the last lap, and its length: a checkpoint or validation counts to the step it delays."""

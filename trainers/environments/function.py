@@ -9,7 +9,6 @@ sample, or for each sample a list with one number per response token.
 """
 
 import importlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,25 +25,25 @@ class FunctionEnvironment:
         if not callable(reward_fn):
             raise TypeError(f"reward_fn must be callable, got {type(reward_fn).__name__}")
         self._reward_fn = reward_fn
-        self._prompts = [_as_prompt(prompt, i) for i, prompt in enumerate(prompts)]
+        self._prompts = [as_prompt(prompt, i) for i, prompt in enumerate(prompts)]
 
     def prompts(self) -> list[Prompt]:
         return list(self._prompts)
 
-    def score(self, samples: Sequence[Sample]) -> list[float] | list[list[float]]:
+    def score(self, samples: Sequence[Sample]) -> Any:
+        """Whatever the function returns: `trainers.rewards` checks it, as it does every environment's answer."""
         keys = dict.fromkeys(key for sample in samples for key in sample.prompt.metadata)  # ordered, each once
         taken = [key for key in keys if key in ARGUMENTS]
         if taken:
             raise ValueError(
                 f"prompt metadata may not be called {', '.join(taken)}: the reward function has it already"
             )
-        rewards = self._reward_fn(
+        return self._reward_fn(
             samples=[sample.prompt.text + sample.response for sample in samples],
             prompts=[sample.prompt.text for sample in samples],
             outputs=[sample.response for sample in samples],
             **{key: [sample.prompt.metadata.get(key) for sample in samples] for key in keys},
         )
-        return _checked(rewards, samples)
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -68,7 +67,7 @@ def load_function(path: str) -> Callable[..., Any]:
     return function
 
 
-def _as_prompt(prompt: Any, position: int) -> Prompt:
+def as_prompt(prompt: Any, position: int) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
     if isinstance(prompt, str):
@@ -76,39 +75,3 @@ def _as_prompt(prompt: Any, position: int) -> Prompt:
     if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
         return Prompt(prompt["prompt"], {key: value for key, value in prompt.items() if key != "prompt"})
     raise TypeError(f"prompts[{position}] must be a text or a mapping with a text under 'prompt', got {prompt!r}")
-
-
-def _checked(rewards: Any, samples: Sequence[Sample]) -> list[float] | list[list[float]]:
-    """Rewards as plain floats: as many as samples, finite, and per token all or none."""
-    if hasattr(rewards, "tolist"):  # tensors and arrays
-        rewards = rewards.tolist()
-    if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
-        got = f"{len(rewards)}" if hasattr(rewards, "__len__") else type(rewards).__name__
-        raise ValueError(f"the reward function must return one reward a sample, {len(samples)}, got {got}")
-    rewards = [reward.tolist() if hasattr(reward, "tolist") else reward for reward in rewards]
-    per_token = [isinstance(reward, list | tuple) for reward in rewards]
-    if not any(per_token):
-        return [_finite(reward, f"sample {i}") for i, reward in enumerate(rewards)]
-    if not all(per_token):
-        raise ValueError(
-            "the reward function must return a number for every sample or a list for every sample, got both"
-        )
-    for i, (reward, sample) in enumerate(zip(rewards, samples, strict=True)):
-        if len(reward) != len(sample.response_ids):
-            raise ValueError(
-                f"the reward function returned {len(reward)} rewards for sample {i}, "
-                f"expected one for each of its {len(sample.response_ids)} response tokens"
-            )
-    return [
-        [_finite(value, f"sample {i}, token {t}") for t, value in enumerate(reward)] for i, reward in enumerate(rewards)
-    ]
-
-
-def _finite(value: Any, where: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"the reward function returned {value!r} for {where}, expected a number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"the reward function returned {number} for {where}, expected a finite number")
-    return number
