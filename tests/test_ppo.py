@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
 from trainers import train
+from trainers.logger import METRICS
 from trainers.ppo import PPOTrainer
 from trainers.rewards import RewardError
 from trainers.run import TrainingError
@@ -280,6 +281,49 @@ def test_validation_is_deterministic_and_logged(tmp_path):
     assert len({row["val/score/mean"] for row in rows}) == 1
     assert rows[0]["val/metrics/words"] <= 4
     assert trainer.validate()["val/score/mean"] == rows[0]["val/score/mean"]
+
+
+def test_stop_sequences_end_responses(tmp_path):
+    seen = []
+    train(
+        tiny.tiny_model(),
+        reward_fn=lambda outputs, **_: seen.extend(outputs) or [1.0] * len(outputs),
+        prompts=["w3 w4", "w5", "w6", "w7"],
+        config=small(
+            tmp_path, env__name="sentiment", env__size=512, ppo__max_num_steps=1, policy__generation__max_new_tokens=200
+        ),
+        stop_sequences=["w9"],
+    )
+    assert len(seen) == 16 and all(output.endswith("w9") and output.count("w9") == 1 for output in seen)
+
+
+def test_a_run_ends_after_its_epochs(tmp_path):
+    PPOTrainer(small(tmp_path, ppo__max_num_steps=100, ppo__max_num_epochs=2)).fit()
+    assert [row["training/epoch"] for row in lines(tmp_path)] == [0, 1, 1, 2]  # 10 prompts, 4 a step
+
+
+def test_a_model_with_tied_embeddings_trains_and_resumes(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny.tiny_model())
+    config = model.config.to_diff_dict() | {"tie_word_embeddings": True}
+    tied = type(model)(type(model.config)(**config))
+    tied.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny.tiny_model()).save_pretrained(tmp_path / "model")
+    options = {"policy__model_name": tmp_path / "model"}
+    PPOTrainer(small(tmp_path / "whole", ppo__max_num_steps=4, **options)).fit()
+    PPOTrainer(small(tmp_path / "broken", ppo__max_num_steps=2, **options)).fit()
+    trainer = PPOTrainer(small(tmp_path / "broken", ppo__max_num_steps=4, **options))
+    trainer.fit()
+    assert lines(tmp_path / "broken") == lines(tmp_path / "whole")
+    assert "lm_head.weight" not in trainer.policy.manifest()
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "broken" / "checkpoints" / "step_4" / "policy")
+    assert reloaded.lm_head.weight is reloaded.get_input_embeddings().weight
+    assert not torch.equal(reloaded.lm_head.weight, tied.lm_head.weight)
+
+
+def test_every_metric_of_a_run_is_documented(tmp_path):
+    PPOTrainer(small(tmp_path, ppo__val_at_end=True)).fit()
+    names = {name for row in lines(tmp_path) for name in row} - {"step"}
+    assert names <= set(METRICS) and len(names) > 50
 
 
 def test_train_says_what_is_missing():
