@@ -173,3 +173,10 @@ def test_any_grouping(samples, kind):
         for group in set(ids):
             total = sum(float(a) for a, g in zip(got, ids, strict=True) if g == group)
             assert abs(total) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_narrow_group_ids_work_for_any_number_of_samples(dtype):
+    rewards = torch.arange(300.0)
+    ids = torch.arange(300) % 100
+    assert torch.equal(rloo(rewards, group_ids=ids.to(dtype)), rloo(rewards, group_ids=ids))

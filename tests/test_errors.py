@@ -200,6 +200,13 @@ SHARED: dict[str, tuple[dict[str, Any], type[Exception], str, str, str]] = {
     "norm_in_vain": ({"norm": 5.0}, ValueError, "norm", "'token_sum_norm'", "got norm=5.0"),
     "norm_zero": ({"aggregation": "token_sum_norm", "norm": 0.0, "num_seqs": 2}, ValueError, "norm", "> 0", "got 0.0"),
     "num_tokens_shape": ({"num_tokens": torch.zeros(1)}, ValueError, "num_tokens", "0-dim tensor", "got shape [1]"),
+    "num_tokens_device": (
+        {"num_tokens": torch.zeros((), device="meta")},
+        ValueError,
+        "num_tokens",
+        "on the CPU or on cpu",
+        "got meta",
+    ),
     "num_tokens_negative": ({"num_tokens": -1}, ValueError, "num_tokens", ">= 0", "got -1"),
     "num_seqs_text": ({"num_seqs": "2"}, TypeError, "num_seqs", "a number", "got str"),
     "sequences_unknown": (

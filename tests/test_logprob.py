@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -563,6 +563,7 @@ rows = st.lists(st.lists(st.floats(-1e4, 1e4, width=32), min_size=5, max_size=5)
 
 @settings(max_examples=60, deadline=None)
 @given(rows, st.integers(0, 4), st.floats(0.05, 20), st.sampled_from([None, 0.5, 30.0]))
+@example([[0.0, -14.5, -14.5, -14.5, -14.5]], 0, 1.0, None)
 def test_properties(x, target, temperature, softcap):
     logits = torch.tensor(x)
     targets = torch.full((len(x),), target)
@@ -570,7 +571,9 @@ def test_properties(x, target, temperature, softcap):
     assert bool((logprobs <= 0).all())
     assert bool((entropy >= 0).all()) and bool((entropy <= math.log(5) * (1 + 1e-6)).all())
     if softcap is None:
-        assert float((grad.double().sum(-1).abs() / (1e-30 + grad.double().abs().sum(-1))).max()) < 3e-6
+        # Absolute: log s is rounded to float32, so where s is nearly 1 a row's tiny gradients share an error of 6e-8.
+        bound = 3e-6 / temperature * (1 + grad.double().abs().sum(-1))
+        assert bool((grad.double().sum(-1).abs() <= bound).all())
     expected = oracle(logits, targets, temperature, softcap)
     scale = 1 + np.abs(logits.numpy()).max() / temperature
     close(logprobs, expected[0], 1e-6 * scale)
@@ -587,3 +590,20 @@ def test_logprob_is_never_positive(seed, vocab, kind):
     logprobs, entropy, _ = run(logits, logits.float().argmax(-1))
     assert bool((logprobs <= 0).all()) and bool((entropy >= 0).all())
     close(reference(logits.double(), logits.float().argmax(-1))[0], logprobs.numpy(), 2e-6)
+
+
+@pytest.mark.parametrize("view", [lambda x: x.view(6, 5), lambda x: x[0], lambda x: x[..., :-1]])
+def test_in_place_backward_never_writes_into_a_leaf(view):
+    leaf = torch.randn(2, 3, 5, requires_grad=True)
+    logits = view(leaf)
+    with pytest.raises(ValueError, match="logits must not be a leaf, nor a view of one"):
+        logprob(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64), inplace_backward=True)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 36])
+def test_a_row_over_strided_columns_does_not_depend_on_its_neighbours(rows):
+    logits = torch.randn(40, 3001).t().contiguous().t()
+    targets = torch.arange(40)
+    whole, part = (logprob(logits[:n], targets[:n]) for n in (40, rows))
+    for a, b in zip(whole, part, strict=True):
+        assert torch.equal(a[:rows], b)

@@ -781,3 +781,12 @@ def test_any_batch_equals_the_formula_and_its_micro_batches(tokens, loss_type):
             **{f: getattr(batch, f)[t : t + 1] for f in batch._fields[:-1]}, cu_seqlens=torch.tensor([0, 1])
         )
         assert_bitwise_equal("token alone", call(single, loss_type=loss_type, num_tokens=7)[2], grad[t : t + 1])
+
+
+def test_the_sequence_mask_takes_the_geometric_mean_of_the_weights_themselves():
+    """Log weights 25 and -20 have the mean 2.5: the sequence is out, although single weights are bounded by e^20."""
+    old, rollout = torch.zeros(2), torch.tensor([-25.0, 20.0])
+    out = ppo_loss(
+        old, old, torch.ones(2), rollout_logprobs=rollout, is_correction="seq_mask_tis", cu_seqlens=torch.tensor([0, 2])
+    )
+    assert out.loss.item() == 0.0

@@ -241,3 +241,13 @@ def test_any_batch_equals_the_formula(rows, clip_eps):
     out.loss.backward()
     bound = (values - returns).abs() / len(rows)
     assert bool(((leaf.grad == 0) | ((leaf.grad.abs() - bound).abs() <= 1e-6 * bound)).all())
+
+
+def test_nothing_clips_inside_the_range_however_it_is_rounded():
+    values, old, returns = (torch.randn(10_000) for _ in range(3))
+    values.requires_grad_()
+    clipped = value_loss(values, old, returns, clip_eps=1e3)
+    (gradient,) = torch.autograd.grad(clipped.loss, values)
+    (unclipped,) = torch.autograd.grad(value_loss(values, None, returns).loss, values)
+    assert summarize(clipped.metrics)["critic/vf_clipfrac"] == 0.0
+    assert torch.equal(gradient, unclipped)

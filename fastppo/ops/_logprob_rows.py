@@ -163,7 +163,8 @@ def _blocks(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _take(block: Tensor, rows: slice | Tensor) -> Tensor:
-    return block.index_select(0, rows) if isinstance(rows, Tensor) else block[rows]
+    # Contiguous: over strided columns a row's sums would depend on how many rows come along.
+    return (block.index_select(0, rows) if isinstance(rows, Tensor) else block[rows]).contiguous()
 
 
 def _columns(targets: Tensor, start: int, used: int) -> tuple[Tensor, Tensor]:

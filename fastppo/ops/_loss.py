@@ -45,8 +45,8 @@ def check_layout(
         )
     if norm is not None:
         check_number("norm", norm, above=0)
-    check_count("num_tokens", num_tokens)
-    check_count("num_seqs", num_seqs)
+    check_count("num_tokens", num_tokens, tokens)
+    check_count("num_seqs", num_seqs, tokens)
     if cu_seqlens is not None:
         if tokens.dim() != 1:
             raise ValueError(f"cu_seqlens goes with {name} of shape [T], got {list(tokens.shape)}")
@@ -61,11 +61,13 @@ def check_layout(
             )
 
 
-def check_count(name: str, value: float | Tensor | None) -> None:
+def check_count(name: str, value: float | Tensor | None, tokens: Tensor) -> None:
     """A global count: None, a number >= 0, or a 0-dim tensor, which is never read on the host."""
     if isinstance(value, Tensor):
         if value.dim() != 0:
             raise ValueError(f"{name} must be a number or a 0-dim tensor, got shape {list(value.shape)}")
+        if value.device.type != "cpu" and value.device != tokens.device:
+            raise ValueError(f"{name} must be on the CPU or on {tokens.device} as the tokens, got {value.device}")
     elif value is not None:
         check_number(name, value, at_least=0)
 

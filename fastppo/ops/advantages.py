@@ -137,11 +137,12 @@ def _groups(
     if group_ids is not None:
         check_tensor("group_ids", group_ids, INTEGERS)
         check_like("group_ids", group_ids, "rewards", rewards)
+        group_ids = group_ids.long()  # a narrow dtype cannot hold N
         if contents_checked(group_ids):
             outside = (group_ids < 0) | (group_ids >= n)
             if bool(outside.any()):
                 raise IndexError(f"group_ids must be in [0, N) with N={n}, got {int(group_ids[outside][0])}")
-        return group_ids.long(), chosen
+        return group_ids, chosen
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         raise TypeError(f"group_size must be an int, got {type(group_size).__name__}")
     if group_size < 1 or n % group_size:

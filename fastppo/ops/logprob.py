@@ -220,8 +220,12 @@ def _check(
                 f"targets must be in [0, {size}) or ignore_index={ignore_index}, got {targets[outside][0].item()}"
             )
     if inplace_backward and logits.requires_grad and torch.is_grad_enabled():
-        if logits.is_leaf:
-            raise ValueError("logits must not be a leaf with inplace_backward=True, got a leaf that requires grad")
+        if logits.is_leaf or (logits._base is not None and logits._base.is_leaf):
+            kind = "a leaf" if logits.is_leaf else "a view of one"
+            raise ValueError(
+                "logits must not be a leaf, nor a view of one, with inplace_backward=True, "
+                f"got {kind} that requires grad"
+            )
         if _overlaps(logits):
             raise ValueError(
                 "logits must not be expanded or overlap themselves with inplace_backward=True, "

@@ -162,7 +162,7 @@ def ppo_loss(
     if nll_mask is not None:
         check_tensor("nll_mask", nll_mask, dtypes=None)
         check_like("nll_mask", nll_mask, "logprobs", logprobs)
-    check_count("num_nll_tokens", num_nll_tokens)
+    check_count("num_nll_tokens", num_nll_tokens, logprobs)
     needs_sequences = f"loss_type={loss_type!r}" if loss_type in ("gspo", "gmpo") else None
     if is_correction == "seq_mask_tis":
         needs_sequences = "is_correction='seq_mask_tis'"

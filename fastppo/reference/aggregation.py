@@ -99,7 +99,7 @@ def normalised(sums: Sums) -> Tensor:
 def reciprocal(count: float | Tensor, like: Tensor) -> Tensor:
     """1/count on the device, 0 for a count of 0, without reading it on the host."""
     if isinstance(count, Tensor):
-        count = count.to(device=like.device, dtype=torch.float64)
+        count = count.double()  # a count on the CPU is a scalar to every device, without a copy that would wait
     else:
         count = torch.full((), float(count), dtype=torch.float64, device=like.device)
     return torch.where(count > 0, 1 / count, 0.0)

@@ -181,8 +181,8 @@ def rollout_weight(
 ) -> Tensor:
     """Detached weight of pi_old / pi_rollout per token; 1 where the rollout's log-prob is missing."""
     usable = sequences.selected & ~missing
-    log_weight = torch.where(usable, old - rollout, 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    weight = log_weight.exp()
+    log_weight = torch.where(usable, old - rollout, 0.0)
+    weight = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     low, high = bounds
     if kind == "tis":
         return torch.where(missing, 1.0, weight.clamp(low, high))

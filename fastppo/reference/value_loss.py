@@ -39,9 +39,11 @@ def value_sums(
     if clip_eps is not None:
         assert old_values is not None
         old = read(old_values).detach()
-        bounded = old + (v - old).clamp(-clip_eps, clip_eps) - ret
+        moved = v - old
+        bounded = old + moved.clamp(-clip_eps, clip_eps) - ret
         other = 0.5 * bounded * bounded
-        clipped = other > loss
+        # Inside the range old + (v - old) is v but for its rounding, which may not decide.
+        clipped = (moved.abs() > clip_eps) & (other > loss)
         loss = torch.where(clipped, other, loss)
 
     wide = error.detach().double()
