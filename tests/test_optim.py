@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainers.config import OptimizerConfig, SchedulerConfig
-from trainers.optim import Optimizer, add_metrics, lr_factor
+from trainers.optim import Optimizer, add_metrics, lr_factor, step_all
 
 
 def test_warm_up_rises_to_the_peak_and_a_constant_schedule_stays_there():
@@ -27,11 +27,15 @@ def test_cosine_decay_is_half_way_down_in_the_middle():
     assert [lr_factor(step, schedule) for step in range(6)] == pytest.approx(expected)
 
 
+def step(optimizer: Optimizer) -> dict[str, float]:
+    return step_all({"it": optimizer})["it"]
+
+
 def stepped(gradient: list[float], **options: float) -> tuple[torch.Tensor, dict[str, float]]:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = Optimizer([parameter], OptimizerConfig(lr=0.1, **options), SchedulerConfig(warmup_steps=0))
     parameter.grad = torch.tensor(gradient)
-    return parameter, optimizer.step()
+    return parameter, step(optimizer)
 
 
 def test_adamws_first_step_has_the_size_of_the_learning_rate():
@@ -50,7 +54,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_reported():
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = Optimizer([parameter], OptimizerConfig(max_grad_norm=1.0), SchedulerConfig())
     parameter.grad = torch.tensor([3.0, -4.0])
-    assert optimizer.step()["grad_norm"] == 5.0
+    assert step(optimizer)["grad_norm"] == 5.0
     moment = optimizer.adamw.state[parameter]["exp_avg"]
     assert moment.tolist() == pytest.approx([0.1 * 0.6, -0.1 * 0.8], abs=1e-6)  # (1 - beta1) * clipped gradient
 
@@ -60,10 +64,23 @@ def test_a_gradient_that_is_not_finite_moves_nothing_not_even_the_schedule(bad):
     parameter = nn.Parameter(torch.ones(2))
     optimizer = Optimizer([parameter], OptimizerConfig(lr=0.1, weight_decay=0.5), SchedulerConfig(warmup_steps=4))
     parameter.grad = torch.tensor([bad, 1.0])
-    assert optimizer.step()["skipped"] == 1.0
+    assert step(optimizer)["skipped"] == 1.0
     assert parameter.tolist() == [1.0, 1.0] and not optimizer.adamw.state
     parameter.grad = torch.ones(2)
-    assert optimizer.step()["lr"] == pytest.approx(0.025)
+    assert step(optimizer)["lr"] == pytest.approx(0.025)
+
+
+def test_parts_that_belong_together_step_together_or_not_at_all():
+    actor, critic = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    parts = {
+        name: Optimizer([p], OptimizerConfig(lr=0.1), SchedulerConfig(warmup_steps=2))
+        for name, p in (("actor", actor), ("critic", critic))
+    }
+    actor.grad, critic.grad = torch.tensor([math.nan]), torch.ones(1)
+    report = step_all(parts)
+    assert report["actor"]["skipped"] == report["critic"]["skipped"] == 1.0 and report["critic"]["grad_norm"] == 1.0
+    assert actor.item() == critic.item() == 1.0
+    assert [part.schedule.last_epoch for part in parts.values()] == [0, 0]
 
 
 def test_state_carries_moments_and_schedule():
@@ -73,12 +90,12 @@ def test_state_carries_moments_and_schedule():
     for _ in range(3):
         for parameter, optimizer in ((first, unbroken), (second, broken)):
             parameter.grad = parameter.detach().clone()
-            optimizer.step()
+            step(optimizer)
     resumed = make(second)
     resumed.load_state_dict(broken.state_dict())
     for parameter, optimizer in ((first, unbroken), (second, resumed)):
         parameter.grad = parameter.detach().clone()
-        assert optimizer.step()["lr"] == pytest.approx(0.05)
+        assert step(optimizer)["lr"] == pytest.approx(0.05)
     assert torch.equal(first, second)
 
 

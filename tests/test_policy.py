@@ -2,6 +2,7 @@
 
 import copy
 import math
+import types
 
 import pytest
 import torch
@@ -96,11 +97,16 @@ def gradients(policy, batch, loss_fn, size):
     seen = {}
 
     class Recorder:
-        def step(self):
+        schedule = types.SimpleNamespace(get_last_lr=lambda: [0.0])
+
+        def clip(self):
             for name, parameter in policy.model.named_parameters():
                 seen[name] = parameter.grad.clone()
                 parameter.grad = None
-            return {"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0}
+            return math.nan  # and so no step
+
+        def zero_grad(self):
+            pass
 
     policy.optimizers = {"actor": Recorder()}
     step = policy.train_step(batch, loss_fn)
@@ -159,14 +165,44 @@ def test_saved_folder_gives_the_trained_logits(tmp_path):
         assert (reloaded(ids).logits - untrained(ids).logits).abs().max() > 1e-2
 
 
-def test_load_refuses_another_model_by_name(tmp_path):
+def test_the_default_kind_of_export_keeps_every_trained_bit(tmp_path):
+    """bfloat16 compute over a frozen trunk: the folder must not make readers round the trained float32 parameters."""
+    policy = tiny.policy(num_layers_unfrozen=1, dtype=torch.bfloat16)
+    policy.train_step(prepared(policy), loss())
+    policy.save(tmp_path / "policy")
+    reloaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "policy").named_parameters())
+    for name, parameter in policy.model.named_parameters():
+        assert reloaded[name].dtype == torch.float32
+        assert torch.equal(reloaded[name], parameter.float()), name
+
+
+def test_state_of_another_model_is_refused_by_name():
     """NeMo-RL #415."""
     policy, other = tiny.policy(num_layers_unfrozen=1), tiny.policy(num_layers_unfrozen=1)
     with torch.no_grad():
         other.model.get_input_embeddings().weight.add_(1)
-    other.save(tmp_path / "policy")
-    with pytest.raises(ValueError, match="another frozen trunk than .*embed_tokens.weight differs"):
-        policy.load(tmp_path / "policy")
+    with pytest.raises(ValueError, match="another frozen trunk than that of .*tiny-llama"):
+        policy.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="not one of .*tiny-llama.*they differ in 'lm_head.weight'"):
+        policy.load_state_dict(tiny.policy().state_dict())
+
+
+def test_a_mixture_of_experts_resumes(tmp_path):
+    """Its experts are fused in memory and single in the exported folder."""
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny.tiny_model()).save_pretrained(tmp_path)
+    make = lambda: HFPolicy(tmp_path, tiny.config().policy, device=torch.device("cpu"), dtype=torch.float32)  # noqa: E731
+    policy, resumed = make(), make()
+    policy.train_step(prepared(policy), loss())
+    resumed.load_state_dict(policy.state_dict())
+    for (name, mine), theirs in zip(policy.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
 
 
 def test_a_checkpoint_in_another_dtype_is_refused_with_the_way_out():

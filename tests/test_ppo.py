@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -189,7 +191,10 @@ def test_resume_refuses_a_changed_setting_by_name(tmp_path):
 
 def test_resume_from_a_path_starts_a_new_run_folder(tmp_path):
     PPOTrainer(small(tmp_path / "a", ppo__max_num_steps=2)).fit()
-    for source in (tmp_path / "a", tmp_path / "a" / "checkpoints" / "step_2"):
+    PPOTrainer(small(tmp_path / "a", ppo__max_num_steps=4)).fit()
+    with pytest.raises(ValueError, match="goes on to step_4; name another logger.run_dir"):
+        PPOTrainer(small(tmp_path / "a", checkpointing__resume=tmp_path / "a" / "checkpoints" / "step_2"))
+    for source in (tmp_path / "a" / "checkpoints" / "step_2",):
         trainer = PPOTrainer(small(tmp_path / f"b-{source.name}", checkpointing__resume=source))
         assert trainer.progress.step == 2
     with pytest.raises(ValueError, match="checkpointing.resume=.*nowhere: expected auto, never"):
@@ -198,8 +203,12 @@ def test_resume_from_a_path_starts_a_new_run_folder(tmp_path):
 
 def test_a_run_folder_is_not_overwritten(tmp_path):
     PPOTrainer(small(tmp_path, ppo__max_num_steps=1)).fit()
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="holds a run already, and checkpointing.resume=never"):
         PPOTrainer(small(tmp_path, checkpointing__resume="never"))
+    unsaved = small(tmp_path / "unsaved", checkpointing__enabled=False, ppo__max_num_steps=1)
+    PPOTrainer(unsaved).fit()  # without checkpoints there is nothing to go on from
+    with pytest.raises(ValueError, match="holds a run already"):
+        PPOTrainer(unsaved)
 
 
 def test_a_failing_reward_saves_the_last_step_and_names_the_sample(tmp_path):
@@ -216,8 +225,10 @@ def test_a_failing_reward_saves_the_last_step_and_names_the_sample(tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_2", "step_3"]
     failed = [json.loads(line) for line in (tmp_path / "failed_rollout.jsonl").read_text().splitlines()]
     assert [row["response"] for row in failed] == calls[3]
-    train(tiny.tiny_model(), lambda outputs, **_: [0.5] * len(outputs), prompts, cfg)
+    train(tiny.tiny_model(), reward, prompts, cfg)  # it fails once only
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 4]
+    with pytest.raises(TrainingError, match="env.name"):
+        train(tiny.tiny_model(), lambda outputs, **_: [0.5] * len(outputs), prompts, cfg)
 
 
 def test_a_disk_that_fills_up_costs_one_checkpoint_and_the_second_time_the_run(tmp_path, capsys):
@@ -237,9 +248,59 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_the_second_time_the_run(t
     trainer = PPOTrainer(small(tmp_path, ppo__max_num_steps=12))
     trainer.policy.save, full = filling, {10, 12}
     save = type(trainer.policy).save.__get__(trainer.policy)
-    with pytest.raises(TrainingError, match="twice in a row: .*No space left"):
+    with pytest.raises(TrainingError, match="in a row could not be written: .*No space left"):
         trainer.fit()
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_6", "step_8"]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_no_success(tmp_path):
+    trainer = PPOTrainer(small(tmp_path, checkpointing__save_period=100))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer.policy.save = lambda folder: (
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+        or type(trainer.policy).save(trainer.policy, folder)
+    )
+    handler = signal.signal(
+        signal.SIGXFSZ, signal.SIG_IGN
+    )  # a file beyond the limit is then an error, as a full disk is
+    try:
+        with pytest.raises(TrainingError, match="the last checkpoint could not be written"):
+            trainer.fit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_nothing_is_inspected_if_nothing_is_to_be(tmp_path):
+    PPOTrainer(small(tmp_path, logger__num_inspected_samples=0, logger__num_samples_to_print=0)).fit()
+    assert (tmp_path / "samples.jsonl").read_text() == "" and len(lines(tmp_path)) == 4
+
+
+def test_the_validation_that_fails_leaves_the_last_step_saved_and_is_made_once(tmp_path):
+    PPOTrainer(small(tmp_path / "a", ppo__val_period=2, ppo__val_at_end=True)).fit()
+    assert [row["step"] for row in lines(tmp_path / "a") if "val/score/mean" in row] == [2, 4]
+
+    def metric_fn(**_):
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError):
+        train(
+            tiny.tiny_model(), lambda outputs, **_: [0.5] * len(outputs), ["w3", "w4", "w5", "w6"],
+            small(tmp_path / "b", env__name="sentiment", env__size=512, ppo__val_at_end=True), metric_fn=metric_fn,
+        )  # fmt: skip
+    assert (tmp_path / "b" / "checkpoints" / "step_4").is_dir()
+
+
+def test_sequences_beyond_the_models_positions_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"2 tokens \+ .*max_new_tokens=5000 = 5002, but the model has"):
+        PPOTrainer(small(tmp_path, policy__generation__max_new_tokens=5000))
+
+
+def test_train_refuses_two_sources_of_prompts(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w3"}\n' * 4)
+    with pytest.raises(ValueError, match="prompts was given, and so was data.prompts"):
+        train(tiny.tiny_model(), lambda **_: [], ["w3"], {"data.prompts": str(tmp_path / "p.jsonl")})
 
 
 def test_a_trainer_that_disagrees_with_its_own_scores_is_stopped(tmp_path):
@@ -424,6 +485,50 @@ def test_a_second_signal_leaves_at_once(tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - start < 15
+
+
+def run_command(*arguments: object, **options: object) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=100, **options)
+
+
+def test_what_cannot_be_run_is_one_line_and_exit_2(tmp_path):
+    (tmp_path / "file").write_text("")
+    for overrides, message in (
+        (["policy.model_name=/no/such/folder"], "/no/such/folder"),
+        (
+            [f"logger.run_dir={tmp_path / 'file' / 'run'}"],
+            f"logger.run_dir={tmp_path / 'file' / 'run'}: .* is not a folder",
+        ),
+        (["policy.generation.stop_token_ids=[99]"], "stop_token_ids.*99 .*vocabulary of 16"),
+    ):
+        done = run_command(tmp_path / "run", *overrides)
+        assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+        assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_reward_that_raises_shows_its_own_traceback_and_how_to_go_on(tmp_path):
+    (tmp_path / "broken_reward.py").write_text("def reward(outputs, **_):\n    return [1 / 0 for o in outputs]\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w3"}\n' * 4)
+    done = run_command(
+        tmp_path / "run", "env.name=python:broken_reward.reward", "env.size=512",
+        f"data.prompts={tmp_path / 'prompts.jsonl'}",
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert 'broken_reward.py", line 2, in reward' in done.stderr
+    assert "the reward failed: ZeroDivisionError: division by zero" in done.stderr
+    assert f"logger.run_dir={tmp_path / 'run'} goes on after step 0" in done.stderr
+
+
+def test_auto_dtype_is_measured_once_and_a_resume_keeps_it(tmp_path, monkeypatch):
+    import trainers.ppo
+
+    asked = []
+    monkeypatch.setattr(trainers.ppo, "pick_dtype", lambda name, device: asked.append(name) or torch.bfloat16)
+    PPOTrainer(small(tmp_path, policy__dtype="auto", policy__num_layers_unfrozen=1, ppo__max_num_steps=2)).fit()
+    monkeypatch.setattr(trainers.ppo, "pick_dtype", lambda name, device: asked.append(name) or getattr(torch, name))
+    trainer = PPOTrainer(small(tmp_path, policy__dtype="auto", policy__num_layers_unfrozen=1, ppo__max_num_steps=4))
+    assert asked == ["auto", "bfloat16"] and trainer.policy.dtype == torch.bfloat16 and trainer.progress.step == 2
 
 
 def test_bad_arguments_exit_2_before_a_model_loads(tmp_path):

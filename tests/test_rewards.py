@@ -88,6 +88,7 @@ def test_kl_is_charged_per_token_on_the_response_only():
         (3.0, "must be a list of 2 values, got float"),
         (None, "must be a list of 2 values, got NoneType"),
         ([1.0, math.nan], "must be finite, got nan for 'x x'"),
+        ([1e39, 1.0], "must be finite, got 1e.39 for 'x y'"),
         ([math.inf, 1.0], "must be finite, got inf for 'x y'"),
         ([1.0, None], "must be a number, got None for 'x x'"),
         ([1.0, "good"], "must be a number, got 'good' for 'x x'"),

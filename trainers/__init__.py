@@ -41,7 +41,7 @@ def train(
     from dataclasses import replace
 
     from trainers.cli import load_config
-    from trainers.config import PPOTrainerConfig
+    from trainers.config import EnvConfig, PPOTrainerConfig
     from trainers.environments.function import FunctionEnvironment, as_prompt
     from trainers.ppo import PPOTrainer
 
@@ -58,7 +58,12 @@ def train(
         policy = replace(policy, model_name=str(model))
     environment = None
     if reward_fn is not None and prompts is not None:
+        if settings.data.prompts is not None:
+            raise ValueError(f"prompts was given, and so was data.prompts={settings.data.prompts!r}: leave one out")
         environment = FunctionEnvironment(reward_fn, prompts)
+        # The record says whose reward it was; a resume with another one is refused.
+        name = getattr(reward_fn, "__qualname__", type(reward_fn).__qualname__)
+        settings = replace(settings, env=EnvConfig(name=f"python:{reward_fn.__module__}.{name}"))
     trainer = PPOTrainer(
         replace(settings, policy=policy),
         environment=environment,

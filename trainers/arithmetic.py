@@ -192,6 +192,26 @@ RANGES: dict[str, Rule] = {
 }
 
 
+def check_model(config: Any, model: Any, longest_prompt: int) -> None:
+    """What only the loaded model's config shows: ids outside its vocabulary, sequences beyond its positions.
+
+    Raises:
+        ConfigError: the key, and what the model has.
+    """
+    for token in config.policy.generation.stop_token_ids:
+        if not 0 <= token < model.vocab_size:
+            raise ConfigError(
+                f"policy.generation.stop_token_ids: {token} is outside the model's vocabulary of {model.vocab_size}"
+            )
+    positions = getattr(model, "max_position_embeddings", None)
+    longest = longest_prompt + config.policy.generation.max_new_tokens
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"a prompt of {longest_prompt} tokens + policy.generation.max_new_tokens="
+            f"{config.policy.generation.max_new_tokens} = {longest}, but the model has {positions} positions"
+        )
+
+
 def wrong_types(config: Any) -> Iterator[str]:
     for key, field, value in walk(config):
         if not fits(value, field):
@@ -231,7 +251,7 @@ def malformed(config: PPOTrainerConfig) -> Iterator[str]:
         yield "policy.model_name is empty: expected auto, a folder or a hub id"
     if not config.logger.run_dir:
         yield "logger.run_dir is empty: expected auto or a folder"
-    if not re.fullmatch(r"sentiment|copy|reasoning_gym:\w+|python:\w+(\.\w+)+", config.env.name):
+    if not re.fullmatch(r"sentiment|copy|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", config.env.name):
         known = ("sentiment", "copy", "reasoning_gym:<dataset>", "python:<module>.<function>")
         yield f"env.name={config.env.name}: expected {one_of(known)}{nearest(config.env.name.partition(':')[0], known)}"
     if config.data.prompts is not None and not Path(config.data.prompts).expanduser().is_file():

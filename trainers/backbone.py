@@ -8,14 +8,39 @@ Legend: B sequences, S padded length, T packed tokens, D hidden size.
 """
 
 import copy
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from trainers.rollout import RolloutBatch
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars, which in a log are noise."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def load_model(path: Path | str, device: torch.device) -> PreTrainedModel:
+    """A causal language model in float32, or a ValueError that says what `path` was."""
+    try:
+        with quiet():
+            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+    except OSError as error:
+        raise ValueError(f"no causal language model could be loaded from {str(path)!r}: {error}") from error
 
 
 class SplitTransformer(nn.Module):
@@ -107,7 +132,7 @@ def _part(decoder: nn.Module, start: int, stop: int) -> nn.Module:
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:
-    # The weight cache would keep a half-precision copy of every trained matrix alive across an optimizer step.
+    # Each matrix is used once per context: a cache of its half-precision copy would only hold memory.
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
@@ -124,13 +149,18 @@ class Padded:
         self.last = (torch.arange(len(batch)) * self.shape[1] + batch.lengths - 1).to(device)  # [B] flat index
         self.device = device
         self.ids = self.pad(batch.tokens)
-        self.trunk_hidden = None if batch.trunk_hidden is None else self.pad(batch.trunk_hidden)
+        self.packed_trunk_hidden = batch.trunk_hidden
 
     def pad(self, packed: Tensor) -> Tensor:
         """[T, ...] -> [B, S, ...], zeros in the padding."""
         flat = packed.new_zeros(self.shape[0] * self.shape[1], *packed.shape[1:])
         flat[self.place] = packed
         return flat.view(*self.shape, *packed.shape[1:]).to(self.device)
+
+    @property
+    def trunk_hidden(self) -> Tensor | None:
+        """[B, S, D], what an earlier pass of the policy's trunk left in the batch."""
+        return None if self.packed_trunk_hidden is None else self.pad(self.packed_trunk_hidden)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """[B, S, ...] -> [T, ...] on the CPU."""
@@ -157,16 +187,14 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
-        runs = []
-        for _ in range(6):
+    best = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
+    factors = {dtype: (torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)) for dtype in best}
+    for _ in range(40):  # taken in turns, the best of many: other programs on the cores must not decide
+        for dtype, (a, b) in factors.items():
             start = time.perf_counter()
             a @ b
-            runs.append(time.perf_counter() - start)
-        seconds[dtype] = min(runs)
-    return torch.bfloat16 if seconds[torch.bfloat16] * 1.3 < seconds[torch.float32] else torch.float32
+            best[dtype] = min(best[dtype], time.perf_counter() - start)
+    return torch.bfloat16 if best[torch.bfloat16] * 1.3 < best[torch.float32] else torch.float32
 
 
 def model_facts(path: Path | str, model: PreTrainedModel) -> dict[str, object]:

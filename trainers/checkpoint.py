@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainers.files import fsync
 
 STEP = re.compile(r"step_(\d+)")
@@ -29,11 +27,11 @@ def save(folder: Path, step: int, write: Callable[[Path], None], *, keep_last_k:
         shutil.rmtree(leftover)
     temporary.mkdir()
     try:
-        write(temporary)
+        _write(write, temporary)
         for path in (*temporary.rglob("*"), temporary):
             fsync(path)
         if final.exists():
-            shutil.rmtree(final)
+            _remove(final)
         temporary.rename(final)
         fsync(folder)
     except BaseException:
@@ -41,8 +39,23 @@ def save(folder: Path, step: int, write: Callable[[Path], None], *, keep_last_k:
         raise
     if keep_last_k > 0:
         for old in listed(folder)[:-keep_last_k]:
-            shutil.rmtree(old)
+            _remove(old)
     return final
+
+
+def _write(write: Callable[[Path], None], folder: Path) -> None:
+    """A full disk is an OSError whichever library meets it: safetensors and torch raise errors of their own."""
+    from safetensors import SafetensorError
+
+    try:
+        write(folder)
+    except (SafetensorError, RuntimeError) as error:
+        raise OSError(f"cannot write {folder}: {error}") from error
+
+
+def _remove(folder: Path) -> None:
+    """Under a temporary name first: a half-removed step_N would look like a checkpoint."""
+    shutil.rmtree(folder.rename(folder.with_name(f"{TEMPORARY}removed_{folder.name}")))
 
 
 def listed(folder: Path) -> list[Path]:
@@ -62,15 +75,30 @@ def find(resume: str, run_dir: Path) -> Path | None:
     if (path / "checkpoints").is_dir() and (complete := listed(path / "checkpoints")):
         return complete[-1]
     if (path / "training.json").is_file():
+        newer = [other for other in listed(run_dir / "checkpoints") if other.parent.samefile(path.parent)]
+        if newer and newer[-1].name != path.name:
+            raise ValueError(
+                f"checkpointing.resume={resume!r}: {run_dir} goes on to {newer[-1].name}; name another logger.run_dir "
+                "for a run that branches off before that"
+            )
         return path
     raise ValueError(f"checkpointing.resume={resume!r} must be auto, never, a run folder or a checkpoint (step_N)")
 
 
 def write_state(folder: Path, training: dict[str, Any], state: dict[str, Any]) -> None:
+    import torch
+
     (folder / "training.json").write_text(json.dumps(training, indent=2) + "\n")
     torch.save(state, folder / "state.pt")
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    import torch
+
     training = json.loads((folder / "training.json").read_text())
     return training, torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+
+
+def compute_dtype(folder: Path) -> str:
+    """The dtype that the run computes in, whatever "auto" would measure today."""
+    return str(json.loads((folder / "training.json").read_text())["compute_dtype"])

@@ -33,14 +33,15 @@ class SelectedRows:
 
     @classmethod
     def of(cls, batch: RolloutBatch, selected: Tensor, device: torch.device) -> "SelectedRows":
+        assert batch.num_tokens is not None and batch.num_seqs is not None, "batching.count() sets the counts"
         per_sequence = torch.zeros(len(batch), dtype=torch.int64).index_add(0, batch.sequence_ids, batch.mask.long())
-        names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "values", "returns")
+        names = ("old_logprobs", "ref_logprobs", "advantages", "values", "returns")
         known = {name: value for name in names if (value := getattr(batch, name)) is not None}
         return cls(
             targets=batch.tokens[selected].to(device),
             cu_seqlens=F.pad(per_sequence.cumsum(0), (1, 0)).to(device),
-            num_tokens=batch.num_tokens or 0,
-            num_seqs=batch.num_seqs or 0,
+            num_tokens=batch.num_tokens,
+            num_seqs=batch.num_seqs,
             fields={name: value[selected].to(device) for name, value in known.items()},
         )
 
@@ -52,10 +53,20 @@ class PolicyLoss:
         self.loss_fn, self.temperature, self.softcap = loss_fn, temperature, softcap
         self.norm = loss_fn.norm_length or norm_length
 
+    @property
+    def ratio_bounds(self) -> tuple[float, float] | None:
+        """Between which a token's own ratio is not clipped; None where the loss clips something else, or nothing."""
+        low, high = self.loss_fn.ratio_clip_min, self.loss_fn.ratio_clip_max
+        return (1 - low, 1 + (low if high is None else high)) if self.loss_fn.type == "ppo" else None
+
     def __call__(self, hidden: Tensor, weight: Tensor, rows: SelectedRows, bias: Tensor | None = None) -> StepLoss:
         cfg = self.loss_fn
         logprobs, entropy = fastppo.logprob(
-            F.linear(hidden, weight, bias), rows.targets, temperature=self.temperature, softcap=self.softcap
+            F.linear(hidden, weight, bias),
+            rows.targets,
+            temperature=self.temperature,
+            softcap=self.softcap,
+            inplace_backward=True,  # nobody else sees these logits: their gradient takes their place
         )
         kl_in_loss = bool(cfg.reference_policy_kl_penalty) and not cfg.use_kl_in_reward
         output = fastppo.ppo_loss(

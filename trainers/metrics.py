@@ -78,8 +78,13 @@ def validation_metrics(
     }
 
 
-def token_table(batch: RolloutBatch, logprobs: Tensor, tokenizer: object, clip: tuple[float, float]) -> list[dict]:
-    """Each sequence of a finished batch token by token, for samples.jsonl; `logprobs` [T] are the updated policy's."""
+def token_table(
+    batch: RolloutBatch, logprobs: Tensor, tokenizer: object, clip: tuple[float, float] | None
+) -> list[dict]:
+    """Each sequence of a finished batch token by token, for samples.jsonl; `logprobs` [T] are the updated policy's.
+
+    `clip` are the bounds of the ratio; None for losses that clip otherwise, and then "clipped" is null.
+    """
     kl = sequence_kl(batch)
     rows = []
     for row in range(len(batch)):
@@ -101,7 +106,7 @@ def token_table(batch: RolloutBatch, logprobs: Tensor, tokenizer: object, clip: 
     return rows
 
 
-def _token(batch: RolloutBatch, t: int, logprobs: Tensor, tokenizer: object, clip: tuple[float, float]) -> dict:
+def _token(batch: RolloutBatch, t: int, logprobs: Tensor, tokenizer: object, clip: tuple[float, float] | None) -> dict:
     token = int(batch.tokens[t])
     row = {"text": tokenizer.decode([token]), "id": token, "mask": bool(batch.mask[t])}
     named = {
@@ -117,8 +122,9 @@ def _token(batch: RolloutBatch, t: int, logprobs: Tensor, tokenizer: object, cli
     row |= {name: float(tensor[t]) if row["mask"] else None for name, tensor in named.items()}
     if row["mask"]:
         ratio = float((logprobs[t] - batch.old_logprobs[t]).exp())
-        low, high = clip
-        clipped = ratio > high if row["advantage"] > 0 else ratio < low and row["advantage"] < 0
+        clipped = None
+        if clip is not None:
+            clipped = ratio > clip[1] if row["advantage"] > 0 else ratio < clip[0] and row["advantage"] < 0
         row |= {"kl": row["old"] - row["ref"], "ratio": ratio, "clipped": clipped}
     else:
         row |= {"kl": None, "ratio": None, "clipped": None}

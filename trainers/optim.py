@@ -20,10 +20,7 @@ class StepMetrics:
 
 
 class Optimizer:
-    """AdamW with its learning-rate schedule and its own gradient clipping.
-
-    A step whose gradient norm is not finite is left out whole (no momentum, decay or schedule) and counted.
-    """
+    """AdamW with its learning-rate schedule and its own gradient clipping."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: OptimizerConfig, scheduler: SchedulerConfig):
         self.parameters = list(parameters)
@@ -41,16 +38,14 @@ class Optimizer:
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
 
-    def step(self) -> dict[str, float]:
+    def clip(self) -> float:
+        """Clip the gradients; their norm before."""
         limit = self.max_grad_norm if self.max_grad_norm > 0 else math.inf
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
-        lr = self.schedule.get_last_lr()[0]
-        finite = math.isfinite(norm)
-        if finite:
-            self.adamw.step()
-            self.schedule.step()
-        self.zero_grad()
-        return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+        return float(nn.utils.clip_grad_norm_(self.parameters, limit))
+
+    def step(self) -> None:
+        self.adamw.step()
+        self.schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
         return {"adamw": self.adamw.state_dict(), "schedule": self.schedule.state_dict()}
@@ -58,6 +53,23 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict(state["adamw"])
         self.schedule.load_state_dict(state["schedule"])
+
+
+def step_all(optimizers: dict[str, Optimizer]) -> dict[str, dict[str, float]]:
+    """One optimizer step of parts that belong together: all of them, or none if any gradient is not finite.
+
+    A step that is left out is left out whole (no momentum, decay or schedule) and counted.
+    """
+    norms = {name: optimizer.clip() for name, optimizer in optimizers.items()}
+    finite = all(map(math.isfinite, norms.values()))
+    report = {}
+    for name, optimizer in optimizers.items():
+        lr = optimizer.schedule.get_last_lr()[0]
+        if finite:
+            optimizer.step()
+        optimizer.zero_grad()
+        report[name] = {"grad_norm": norms[name], "lr": lr, "skipped": 0.0 if finite else 1.0}
+    return report
 
 
 def lr_factor(step: int, scheduler: SchedulerConfig) -> float:

@@ -12,11 +12,9 @@ What is not here: several GPUs, remote critics, LoRA, environments of more than 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
     from trainers.run import launch
 
-    raise SystemExit(launch("ppo", __doc__))
+    raise SystemExit(launch("ppo", "PPOTrainer", __doc__))
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import torch
 
 from trainers import checkpoint, rewards
 from trainers.advantages import estimate_advantages
-from trainers.arithmetic import check
+from trainers.arithmetic import check, check_model
 from trainers.backbone import model_facts, pick_device, pick_dtype
 from trainers.batching import minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
@@ -65,9 +63,12 @@ class PPOTrainer:
         self.run = Run(config, "ppo")
         self.environment = environment or make_environment(config.env)
         name = self.environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
+        prompts = load_prompts(config.data, self.environment)
+        resumed = checkpoint.find(config.checkpointing.resume, self.run.dir)
         path = resolve_model(name)
         device = pick_device(config.cluster.device)
-        dtype = pick_dtype(config.policy.dtype, device)
+        # What "auto" once measured is part of the run: a resume must not measure anew.
+        dtype = pick_dtype(checkpoint.compute_dtype(resumed) if resumed else config.policy.dtype, device)
         self.policy = HFPolicy(path, config.policy, device=device, dtype=dtype)
         self.value = self._make_value(path, device, dtype)
         self._make_losses()
@@ -81,16 +82,21 @@ class PPOTrainer:
         )
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         tokenized = [
-            tokenize_prompts(prompts, self.policy.tokenizer, config.data, vocab_size=vocab_size)
-            for prompts in (load_prompts(config.data, self.environment), eval_prompts or [])
+            tokenize_prompts(part, self.policy.tokenizer, config.data, vocab_size=vocab_size)
+            for part in (prompts, eval_prompts or [])
         ]
+        check_model(config, self.policy.model.config, max(len(prompt.ids) for part in tokenized for prompt in part))
         self.eval_prompts = tokenized[1] or tokenized[0]
         self.loader = PromptLoader(
             tokenized[0], config.ppo.num_prompts_per_step, seed=config.ppo.seed, shuffle=config.data.shuffle
         )
         self.progress = Progress()
-        facts = {"compute_dtype": str(dtype), "device": str(device), **model_facts(path, self.policy.model)}
-        self._resume()
+        self.dtype = str(dtype).removeprefix("torch.")
+        facts = {"compute_dtype": self.dtype, "device": str(device), **model_facts(path, self.policy.model)}
+        self.saved_step: int | None = None
+        self.validated_step: int | None = None
+        if resumed:
+            self._resume(resumed)
         self.run.open(facts)
 
     def fit(self) -> None:
@@ -118,10 +124,10 @@ class PPOTrainer:
                 self.progress.step = step
                 moved = self.refit()
                 self.log(batch, policy_steps, value_steps, moved)
-                self.validate(when="period")
                 self.save(when="period")
-            self.validate(when="end")
+                self.validate(when="period")
             self.save(when="end")
+            self.validate(when="end")
 
     def generate_rollouts(self, step: int) -> RolloutBatch:
         """Prompts -> responses -> scores."""
@@ -139,13 +145,17 @@ class PPOTrainer:
                 step=step,
             )
         with self.run.timer("reward"):
-            try:
-                return rewards.score(self.environment, batch)
-            except rewards.RewardError:
-                self.loader.load_state_dict(drawn)  # the saved run draws these prompts again
-                self.save(when="failure")
-                dump_rollout(batch, self.run.dir / "failed_rollout.jsonl")
-                raise
+            return self.score(batch, drawn)
+
+    def score(self, batch: RolloutBatch, drawn: dict[str, Any]) -> RolloutBatch:
+        """The batch with its rewards. If they fail, the state before its prompts were drawn is saved first."""
+        try:
+            return rewards.score(self.environment, batch)
+        except rewards.RewardError:
+            self.loader.load_state_dict(drawn)
+            self.save(when="failure")
+            rewards.dump(batch, self.run.dir / "failed_rollout.jsonl")
+            raise
 
     def generate_ppo_data(self, batch: RolloutBatch) -> RolloutBatch:
         """Log-probs, reference log-probs and values, then rewards after KL, advantages and returns."""
@@ -168,13 +178,12 @@ class PPOTrainer:
 
     def validate(self, when: str = "now") -> dict[str, float]:
         """Mean score on the validation prompts, sampled with the same seeds every time."""
-        cfg = self.config.ppo
-        period = bool(cfg.val_period) and self.progress.step % cfg.val_period == 0
+        cfg, step = self.config.ppo, self.progress.step
         due = {
             "now": True,
-            "start": cfg.val_at_start and not self.progress.step,
-            "period": period,
-            "end": cfg.val_at_end,
+            "start": cfg.val_at_start and step == 0,
+            "period": cfg.val_period > 0 and step % cfg.val_period == 0,
+            "end": cfg.val_at_end and self.validated_step != step and not self.run.stopping,
         }
         if not due[when]:
             return {}
@@ -188,9 +197,10 @@ class PPOTrainer:
                 seed=cfg.seed,
                 step=-1,
             )
-            metrics = validation_metrics(rewards.score(self.environment, batch), self.metric_fn)
+            metrics = validation_metrics(self.score(batch, self.loader.state_dict()), self.metric_fn)
         if when != "now":
-            self.logger.validation(self.progress.step, metrics)
+            self.logger.validation(step, metrics)
+            self.validated_step = step
         return metrics
 
     def log(
@@ -203,23 +213,26 @@ class PPOTrainer:
         metrics = (
             rollout_metrics(batch) | update_metrics(policy_steps, value_steps) | progress.metrics(self.loader.epoch)
         )
-        metrics |= getattr(self.environment, "metrics", no_metrics)(batch.samples, batch.raw_reward.tolist())
+        if hasattr(self.environment, "metrics"):
+            metrics |= self.environment.metrics(batch.samples, batch.raw_reward.tolist())
         metrics |= {"perf/refit_bytes": float(refit_bytes), "perf/max_memory_rss_gb": max_memory_rss_gb()}
-        self.run.check(metrics, progress)
-        if progress.step == 1 or progress.step % cfg.logger.samples_period == 0:
+        due = progress.step in (1, cfg.ppo.max_num_steps) or progress.step % cfg.logger.samples_period == 0
+        if due and cfg.logger.num_inspected_samples:
             shown = batch.select(range(min(cfg.logger.num_inspected_samples, len(batch))))
             logprobs = self.policy.score(shown, {"old_logprobs"})["old_logprobs"]
-            high = cfg.loss_fn.ratio_clip_max or cfg.loss_fn.ratio_clip_min
-            clip = (1 - cfg.loss_fn.ratio_clip_min, 1 + high)
-            self.logger.samples(progress.step, token_table(shown, logprobs, self.policy.tokenizer, clip))
+            rows = token_table(shown, logprobs, self.policy.tokenizer, self.policy_clip)
+            self.logger.samples(progress.step, rows)
+        batch.trunk_hidden = None  # as large as all else together, and of no use once the updates are done
         self.logger.log(progress.step, metrics | self.run.lap(metrics["perf/total_num_tokens"]))
+        self.run.check(metrics, progress)
 
-    def save(self, when: str = "now") -> None:
+    def save(self, when: str) -> None:
         """A checkpoint of the state after the last finished step, unless there is one or none is due."""
         cfg, step = self.config.checkpointing, self.progress.step
-        if not cfg.enabled or step == self.saved_step or when == "period" and step % cfg.save_period:
+        skipped = {"period": bool(step % cfg.save_period), "failure": step == 0, "end": False}
+        if not cfg.enabled or step == self.saved_step or skipped[when]:
             return
-        with self.run.timer("save_checkpoint"), self.run.saving(step):
+        with self.run.timer("save_checkpoint"), self.run.saving(step, last=when == "end"):
             checkpoint.save(self.run.dir / "checkpoints", step, self._write, keep_last_k=cfg.keep_last_k)
             self.saved_step = step
 
@@ -227,18 +240,13 @@ class PPOTrainer:
         self.policy.save(folder / "policy")
         self.value.save(folder / "critic")
         save_config(self.config, folder / "config.yaml")
-        training = training_record(self.progress, loader=self.loader.state_dict())
+        training = training_record(self.progress, loader=self.loader.state_dict(), compute_dtype=self.dtype)
         checkpoint.write_state(folder, training, {"policy": self.policy.state_dict(), "value": self.value.state_dict()})
 
-    def _resume(self) -> None:
-        self.saved_step = None
-        folder = checkpoint.find(self.config.checkpointing.resume, self.run.dir)
-        if folder is None:
-            return
+    def _resume(self, folder: Path) -> None:
         if changed := compare_for_resume(load_config(folder / "config.yaml"), self.config):
             raise TrainingError(f"cannot resume {folder}: these settings change what is trained: {', '.join(changed)}")
         training, state = checkpoint.read_state(folder)
-        self.policy.load(folder / "policy")
         self.value.load(folder / "critic")
         self.policy.load_state_dict(state["policy"])
         self.value.load_state_dict(state["value"])
@@ -267,6 +275,7 @@ class PPOTrainer:
             norm_length=generation.max_new_tokens,
             softcap=self.policy.softcap,
         )
+        self.policy_clip = policy.ratio_bounds
         self.value_loss = ValueLoss(cfg.value_loss_fn)
         self.policy_loss: PolicyLoss | JointLoss = policy
         if isinstance(self.value, SharedValue):
@@ -277,18 +286,3 @@ class PPOTrainer:
                 coef=cfg.value.loss_coef,
                 detach_trunk=cfg.value.detach_trunk,
             )
-
-
-def no_metrics(samples: Sequence[Any], scores: Sequence[float]) -> dict[str, float]:
-    return {}
-
-
-def dump_rollout(batch: RolloutBatch, path: Path) -> None:
-    """Every response of a rollout that could not be rewarded, for the author of the reward."""
-    with path.open("w") as file:
-        for sample in batch.samples:
-            file.write(json.dumps(asdict(sample)) + "\n")
-
-
-def main(config: PPOTrainerConfig) -> None:
-    PPOTrainer(config).fit()

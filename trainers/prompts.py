@@ -175,7 +175,10 @@ class PromptLoader:
         if num_prompts_per_step < 1:
             raise ValueError(f"num_prompts_per_step must be at least 1, got {num_prompts_per_step}")
         if len(prompts) < num_prompts_per_step:
-            raise ValueError(f"num_prompts_per_step={num_prompts_per_step}, but there are only {len(prompts)} prompts")
+            raise ValueError(
+                f"ppo.num_prompts_per_step={num_prompts_per_step}, but there are only {len(prompts)} prompts: "
+                f"set it to {len(prompts)} or less"
+            )
         self._prompts = list(prompts)
         self._batch = num_prompts_per_step
         self._seed = seed

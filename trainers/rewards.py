@@ -4,8 +4,11 @@ The task's score sits on the last response token (the stop token included); scor
 to the reference, if it is charged in the reward, is per token and detached.
 """
 
+import json
 import math
+from dataclasses import asdict
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ import fastppo
 from trainers.config import LossConfig
 from trainers.environments import Environment, Sample
 from trainers.rollout import RolloutBatch
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class RewardError(ValueError):
@@ -46,6 +51,13 @@ def score(environment: Environment, batch: RolloutBatch) -> RolloutBatch:
     return batch.update(raw_reward=torch.tensor(raw, dtype=torch.float32), token_scores=token_scores)
 
 
+def dump(batch: RolloutBatch, path: Path) -> None:
+    """Every response of a rollout that could not be rewarded, for the author of the reward."""
+    with path.open("w", encoding="utf-8") as file:
+        for sample in batch.samples:
+            file.write(json.dumps(asdict(sample)) + "\n")
+
+
 def token_rewards(batch: RolloutBatch, loss_fn: LossConfig) -> RolloutBatch:
     """Fill `rewards` [T]: scores, less the KL where it is charged in the reward."""
     rewards = batch.token_scores.clone()
@@ -61,7 +73,7 @@ def _values(answer: Any, sample: Sample) -> list[float]:
     values = list(plain) if per_token else [plain]
     if not all(isinstance(value, Real) for value in values):
         raise RewardError(f"the reward must be a number, got {answer!r} for {sample.response!r}", sample)
-    if not all(map(math.isfinite, values)):
+    if not all(abs(value) <= FLOAT32_MAX for value in values):  # NaN is not either
         raise RewardError(f"the reward must be finite, got {answer!r} for {sample.response!r}", sample)
     if per_token and len(values) != len(sample.response_ids):
         raise RewardError(

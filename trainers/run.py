@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from trainers.arithmetic import ConfigError
+from trainers.checkpoint import find
 from trainers.config import PPOTrainerConfig
 
 MAX_SKIPPED_STEPS = 3  # rollouts in a row without a single finite gradient before a run gives up
@@ -50,6 +52,7 @@ class Run:
     def __init__(self, config: PPOTrainerConfig, algorithm: str):
         self.config = config
         self.dir = run_folder(config, algorithm)
+        check_writable(self.dir)
         self.stopping = False
         self.failed_saves = 0
         self.stages: dict[str, float] = {}
@@ -63,6 +66,9 @@ class Run:
 
         self.dir.mkdir(parents=True, exist_ok=True)
         save_config(self.config, self.dir / "config.yaml")
+        trained, total = model["trained_parameters"] / 1e6, model["parameters"] / 1e6
+        print(f"model     {model['model']}: {trained:.1f} of {total:.1f} M parameters train, {model['compute_dtype']}")
+        print(f"run       {self.dir}", flush=True)
         (self.dir / "env.json").write_text(json.dumps({**model, **facts()}, indent=2) + "\n")
 
     @contextmanager
@@ -74,14 +80,15 @@ class Run:
             self.stages[stage] = self.stages.get(stage, 0.0) + time.perf_counter() - start
 
     @contextmanager
-    def saving(self, step: int) -> Iterator[None]:
+    def saving(self, step: int, *, last: bool) -> Iterator[None]:
         """A full disk costs one checkpoint, not the run; a second failure in a row ends it. The last good one stays."""
         try:
             yield
         except OSError as error:
             self.failed_saves += 1
-            if self.failed_saves > 1:
-                raise TrainingError(f"no checkpoint could be written, twice in a row: {error}") from error
+            if last or self.failed_saves > 1:
+                which = "the last checkpoint" if last else "two checkpoints in a row"
+                raise TrainingError(f"{which} could not be written: {error}") from error
             print(f"warning: step {step} was not saved, training goes on: {error}", flush=True)
         else:
             self.failed_saves = 0
@@ -113,8 +120,8 @@ class Run:
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
         if progress.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise TrainingError(
-                f"no gradient was finite in {MAX_SKIPPED_STEPS} rollouts in a row: lower policy.optimizer.lr and go on "
-                "from an older checkpoint with checkpointing.resume=<path>"
+                f"no gradient was finite in {MAX_SKIPPED_STEPS} rollouts in a row: try a new run with a lower "
+                "policy.optimizer.lr"
             )
 
     def __enter__(self) -> "Run":
@@ -145,10 +152,11 @@ class Run:
 def run_folder(config: PPOTrainerConfig, algorithm: str) -> Path:
     if config.logger.run_dir != "auto":
         folder = Path(config.logger.run_dir).expanduser()
-        if config.checkpointing.resume == "never" and (folder / "metrics.jsonl").exists():
+        log, resume = folder / "metrics.jsonl", config.checkpointing.resume
+        if log.exists() and log.stat().st_size and find(resume, folder) is None:
             raise ConfigError(
-                f"logger.run_dir={config.logger.run_dir} holds a run already and checkpointing.resume=never would "
-                "overwrite it: name another folder, or resume=auto"
+                f"logger.run_dir={config.logger.run_dir} holds a run already, and checkpointing.resume={resume} has no "
+                "checkpoint of it to go on from: it would be overwritten. Name another folder"
             )
         return folder
     environment = config.env.name.replace(":", "-")
@@ -160,6 +168,16 @@ def run_folder(config: PPOTrainerConfig, algorithm: str) -> Path:
     return folder
 
 
+def check_writable(folder: Path) -> None:
+    """Before a model loads: the folder, or the nearest one above it that exists, must take files."""
+    parent = folder
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        kind = "a folder that can be written to" if parent.is_dir() else "a folder"
+        raise ConfigError(f"logger.run_dir={folder}: {parent} is not {kind}")
+
+
 def progress_from(training: dict[str, Any]) -> Progress:
     return Progress(**training["progress"])
 
@@ -168,8 +186,8 @@ def training_record(progress: Progress, **more: Any) -> dict[str, Any]:
     return {"progress": asdict(progress), **more}
 
 
-def launch(algorithm: str, description: str, argv: list[str] | None = None) -> int:
-    """The command line of a trainer: 0 when it trained (or only printed), 2 for bad arguments, 1 for a failed run."""
+def launch(algorithm: str, trainer: str, description: str, argv: list[str] | None = None) -> int:
+    """The command line of a trainer: 0 when it trained (or only printed), 2 for what cannot run, 1 for a failed run."""
     from trainers.cli import answer, parse
 
     prog = f"python -m trainers.{algorithm}"
@@ -180,17 +198,26 @@ def launch(algorithm: str, description: str, argv: list[str] | None = None) -> i
 
     # torch's OpenMP threads spin at every barrier; on busy cores that halves the speed, on idle ones little is gained.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    try:  # only now what takes seconds to import
+        built = getattr(import_module(f"trainers.{algorithm}"), trainer)(arguments.config)
+    except ModuleNotFoundError as error:
+        print(f'{prog}: error: {error}; pip install "fastppo[trainer]" brings what the trainers need', file=sys.stderr)
+        return 2
+    except (ValueError, OSError, ImportError, TrainingError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
 
-    # Only now what takes seconds to import. Failures whose message says it all are printed without a traceback.
-    from transformers.utils import logging
-
-    from trainers.models import ModelFetchError
     from trainers.rewards import RewardError
 
-    logging.disable_progress_bar()
     try:
-        import_module(f"trainers.{algorithm}").main(arguments.config)
-    except (ConfigError, ModelFetchError, RewardError, TrainingError, ImportError) as error:
+        built.fit()
+    except RewardError as error:
+        if error.__cause__ is not None:  # the reward's own traceback is for its author
+            traceback.print_exception(error.__cause__)
+        saved = f"The rollout is in {built.run.dir / 'failed_rollout.jsonl'}; logger.run_dir={built.run.dir} goes on"
+        print(f"{prog}: error: {error}\n{saved} after step {built.progress.step}.", file=sys.stderr)
+        return 1
+    except TrainingError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     return 0

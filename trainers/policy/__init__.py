@@ -1,6 +1,7 @@
 """The policy behind one protocol: scores a rollout, makes an optimizer step, hands out its weights."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -26,6 +27,9 @@ class Policy(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name; tied ones once."""
 
-    def save(self, folder: Any) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Write the model as users load it; what a resume needs is in state_dict()."""
 
-    def load(self, folder: Any) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -4,31 +4,33 @@ The reference is a frozen copy of the trained part over the same frozen trunk. L
 values of a shared critic come from one pass of the trunk, whose output the batch keeps for the epochs that follow.
 """
 
+import functools
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import fastppo
-from trainers.backbone import Padded, SplitTransformer, autocast
+from trainers.backbone import Padded, SplitTransformer, autocast, load_model, quiet
 from trainers.batching import micro_batches
 from trainers.config import PolicyConfig
 from trainers.engines import Manifest, TensorSpec
 from trainers.losses import JointLoss, PolicyLoss, SelectedRows
-from trainers.optim import Optimizer, StepMetrics, add_metrics
+from trainers.optim import Optimizer, StepMetrics, add_metrics, step_all
 from trainers.rollout import RolloutBatch
 
 
 class HFPolicy:
     def __init__(self, path: Path | str, cfg: PolicyConfig, *, device: torch.device, dtype: torch.dtype):
         self.cfg, self.path, self.device, self.dtype = cfg, path, device, dtype
+        model = load_model(path, device)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
         self.model = model
         self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype)
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
@@ -75,7 +77,7 @@ class HFPolicy:
                 step = loss(hidden, self.head.weight, rows, getattr(self.head, "bias", None))
             step.loss.backward()
             add_metrics(sums, step.metrics)
-        return StepMetrics(sums, {name: optimizer.step() for name, optimizer in self.optimizers.items()})
+        return StepMetrics(sums, step_all(self.optimizers))
 
     @property
     def head(self) -> nn.Module:
@@ -84,7 +86,8 @@ class HFPolicy:
     def _trunk(self, view: Padded) -> Tensor | None:
         if self.backbone.trunk is None:
             return None
-        return view.trunk_hidden if view.trunk_hidden is not None else self.backbone.trunk_hidden(view.ids)
+        kept = view.trunk_hidden
+        return kept if kept is not None else self.backbone.trunk_hidden(view.ids)
 
     def _logprobs(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> fastppo.LogprobOutput:
         with autocast(self.dtype, self.device):
@@ -117,33 +120,32 @@ class HFPolicy:
             yield name, parameter.detach()
 
     def save(self, folder: Path) -> None:
-        """An HF folder, read by AutoModelForCausalLM: float32 where trained, the compute dtype where frozen."""
-        self.model.save_pretrained(folder)
+        """An HF folder of the trained model: float32 where trained, the compute dtype where frozen."""
+        with quiet():
+            self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        # transformers writes the first parameter's dtype, a frozen one's; readers would round the trained ones to it.
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
 
-    def load(self, folder: Path) -> None:
-        """Trained parameters of a folder that save() made; the frozen ones must be the same model's."""
-        mine = dict(self.model.named_parameters())
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            theirs = set(file.keys())
-            if theirs != set(mine):
-                odd = sorted(theirs ^ set(mine))[0]
-                raise ValueError(f"{folder} is not a checkpoint of {self.path}: they differ in {odd!r}")
-            for name, parameter in mine.items():
-                tensor = file.get_tensor(name)
-                if tensor.shape != parameter.shape:
-                    raise ValueError(
-                        f"{folder} is not a checkpoint of {self.path}: {name} must be {tuple(parameter.shape)}, "
-                        f"got {tuple(tensor.shape)}"
-                    )
-                if parameter.requires_grad:
-                    parameter.data.copy_(tensor)
-                elif not torch.equal(parameter.cpu(), tensor):
-                    raise ValueError(f"{folder} was trained over another frozen trunk than {self.path}: {name} differs")
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @functools.cached_property
+    def frozen_sha256(self) -> str:
+        """Of every parameter that never changes: another trunk under trained layers is another model."""
+        digest = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                digest.update(name.encode())
+                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "dtype": str(self.dtype),
+            "trained": self._trained(),
+            "frozen_sha256": self.frozen_sha256,
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "heads": {name: head.state_dict() for name, head in self.heads.items()},
         }
@@ -154,6 +156,20 @@ class HFPolicy:
             raise ValueError(
                 f"the checkpoint was trained in {name}, this run computes in {self.dtype}: set policy.dtype={name}"
             )
+        mine = self._trained()
+        for name in sorted(set(mine) ^ set(state["trained"])):
+            raise ValueError(f"the checkpoint is not one of {self.path}: they differ in {name!r}")
+        for name, parameter in mine.items():
+            saved = state["trained"][name]
+            if saved.shape != parameter.shape:
+                raise ValueError(
+                    f"the checkpoint is not one of {self.path}: {name} must be {tuple(parameter.shape)}, "
+                    f"got {tuple(saved.shape)}"
+                )
+        if state["frozen_sha256"] != self.frozen_sha256:
+            raise ValueError(f"the checkpoint was trained over another frozen trunk than that of {self.path}")
+        for name, parameter in mine.items():
+            parameter.copy_(state["trained"][name])
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
         for name, head in self.heads.items():

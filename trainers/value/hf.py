@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from trainers.backbone import Padded, SplitTransformer
+from trainers.backbone import Padded, SplitTransformer, load_model
 from trainers.batching import micro_batches, minibatches
 from trainers.config import ValueConfig
 from trainers.losses import SelectedRows, ValueLoss
-from trainers.optim import Optimizer, StepMetrics, add_metrics
+from trainers.optim import Optimizer, StepMetrics, add_metrics, step_all
 from trainers.rollout import RolloutBatch
 from trainers.value import ScalarHead
 
@@ -25,7 +24,7 @@ class LocalValue:
         self, path: Path | str, cfg: ValueConfig, *, device: torch.device, dtype: torch.dtype, score_batch: int
     ):
         self.cfg, self.path, self.device, self.score_batch = cfg, path, device, score_batch
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+        model = load_model(path, device)
         head = model.get_output_embeddings()
         if head is not None and head.weight is not model.get_input_embeddings().weight:
             head.requires_grad_(False)  # a critic has no use for the language-model head
@@ -59,7 +58,7 @@ class LocalValue:
             step = loss(values, SelectedRows.of(part, view.selected, self.device))
             step.loss.backward()
             add_metrics(sums, step.metrics)
-        return StepMetrics(sums, {"critic": self.optimizer.step()})
+        return StepMetrics(sums, step_all({"critic": self.optimizer}))
 
     def _hidden(self, view: Padded) -> Tensor:
         # The batch's trunk_hidden is the policy's trunk, not this one's.
