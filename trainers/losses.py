@@ -51,7 +51,7 @@ class PolicyLoss:
 
     def __init__(self, loss_fn: LossConfig, *, temperature: float, norm_length: float, softcap: float | None = None):
         self.loss_fn, self.temperature, self.softcap = loss_fn, temperature, softcap
-        self.norm = loss_fn.norm_length or norm_length
+        self.norm = norm_length if loss_fn.norm_length is None else loss_fn.norm_length
 
     @property
     def ratio_bounds(self) -> tuple[float, float] | None:
