@@ -180,3 +180,14 @@ def test_narrow_group_ids_work_for_any_number_of_samples(dtype):
     rewards = torch.arange(300.0)
     ids = torch.arange(300) % 100
     assert torch.equal(rloo(rewards, group_ids=ids.to(dtype)), rloo(rewards, group_ids=ids))
+
+
+def test_whitening_adds_1e_8_to_the_variance():
+    x = torch.tensor([1e-4, -1e-4], dtype=torch.float64)
+    assert whiten(x).tolist() == pytest.approx([1e-4 / (2e-8) ** 0.5, -1e-4 / (2e-8) ** 0.5], rel=1e-9)
+
+
+def test_grpos_eps_is_added_to_the_standard_deviation():
+    """Rewards 0 and 2: mean 1, deviation sqrt(2) over n - 1."""
+    advantages = group_advantages(torch.tensor([0.0, 2.0]), 2, eps=0.5)
+    assert advantages.tolist() == pytest.approx([-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)], rel=1e-6)

@@ -790,3 +790,32 @@ def test_the_sequence_mask_takes_the_geometric_mean_of_the_weights_themselves():
         old, old, torch.ones(2), rollout_logprobs=rollout, is_correction="seq_mask_tis", cu_seqlens=torch.tensor([0, 2])
     )
     assert out.loss.item() == 0.0
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs"])
+def test_float64_of_any_input_is_kept(name):
+    inputs = {key: torch.tensor([-1.0, -2.0]) for key in ("old_logprobs", "advantages")}
+    inputs[name] = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    assert ppo_loss(torch.tensor([-1.0, -2.0]), **inputs).loss.dtype == torch.float64
+
+
+def test_sapos_first_temperature_is_of_positive_advantages():
+    """f(r) = 4/tau sigmoid(tau (r - 1)) at r = 2: tau 2 for A = 1, 0.5 for A = -1."""
+    old = torch.zeros(2)
+    out = ppo_loss(
+        old + math.log(2), old, torch.tensor([1.0, -1.0]), loss_type="sapo", sapo_tau=(2.0, 0.5), num_tokens=1
+    )
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    assert out.loss.item() == pytest.approx(-4 / 2 * sigmoid(2) + 4 / 0.5 * sigmoid(0.5), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "gmpo"])
+def test_clip_metrics_of_the_other_losses(loss_type):
+    """One ratio above the upper bound, one below the lower: cispo bounds the ratio, gmpo its logarithm."""
+    logprobs = torch.tensor([2.0, 1.5, 0.5, 0.9]).log()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    bounds = {"clip_eps": 0.2, "clip_eps_high": 0.9 if loss_type == "cispo" else 0.5}
+    cu_seqlens = torch.tensor([0, 4])
+    out = ppo_loss(logprobs, torch.zeros(4), advantages, loss_type=loss_type, cu_seqlens=cu_seqlens, **bounds)
+    metrics = dict(zip(PPO_METRICS, out.metrics.tolist(), strict=True))
+    assert (metrics["clip_high"], metrics["clip_low"]) == (1, 1)

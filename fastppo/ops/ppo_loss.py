@@ -199,7 +199,7 @@ def ppo_loss(
             num_seqs=num_seqs,
         )
 
-    dtype = accumulator(logprobs, old_logprobs, advantages)
+    dtype = accumulator(logprobs, *per_token.values())
     return loss_of_sums("ppo_loss", sums, logprobs, entropy, dtype, plain=backend == "torch")
 
 

@@ -24,7 +24,9 @@ def ppo_loss(
 ) -> tuple[Tensor, Tensor]:
     """(loss, metrics) with the arguments of `fastppo.ppo_loss`."""
     sums = ppo_sums(logprobs, old_logprobs, advantages, **options)  # type: ignore[arg-type]
-    return normalised(sums).to(accumulator(logprobs, old_logprobs, advantages)), sums.metrics
+    others = (options.get(name) for name in ("entropy", "ref_logprobs", "rollout_logprobs"))
+    dtype = accumulator(logprobs, old_logprobs, advantages, *others)  # type: ignore[arg-type]
+    return normalised(sums).to(dtype), sums.metrics
 
 
 def ppo_sums(
@@ -56,7 +58,7 @@ def ppo_sums(
     num_tokens: float | Tensor | None = None,
     num_seqs: float | Tensor | None = None,
 ) -> Sums:
-    dtype = accumulator(logprobs, old_logprobs, advantages)
+    dtype = accumulator(logprobs, old_logprobs, advantages, entropy, ref_logprobs, rollout_logprobs)
     selected = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask != 0
     sequences = Sequences.of(selected, cu_seqlens)
 
