@@ -138,7 +138,7 @@ class HFPolicy:
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 digest.update(name.encode())
-                digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
