@@ -16,7 +16,7 @@ CpuIsa best_isa() {
       __builtin_cpu_supports("avx512vl")) {
     return CpuIsa::kAvx512;
   }
-  if (__builtin_cpu_supports("avx2")) return CpuIsa::kAvx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return CpuIsa::kAvx2;
 #endif
   return CpuIsa::kBaseline;
 }
