@@ -12,8 +12,8 @@ NAMES = ("auto", "cuda", "triton", "cpu", "torch")
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "logprob": {},
     "gae": {"cpu": ("cpu",), "cuda": ("cuda",)},
-    "ppo_loss": {},
-    "value_loss": {},
+    "ppo_loss": {"cpu": ("cpu",)},
+    "value_loss": {"cpu": ("cpu",)},
 }
 
 
