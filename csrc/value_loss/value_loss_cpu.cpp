@@ -102,11 +102,6 @@ FASTPPO_TARGET_AVX2 void walk_task_avx2(const ValueLossParams& p, const std::vec
                                         Partial& partial) {
   walk_task<8>(p, seq_weight, task, partial);
 }
-
-FASTPPO_TARGET_AVX512 void walk_task_avx512(const ValueLossParams& p, const std::vector<float>& seq_weight,
-                                            int64_t task, Partial& partial) {
-  walk_task<16>(p, seq_weight, task, partial);
-}
 #endif
 
 }  // namespace
@@ -118,8 +113,7 @@ void value_loss_cpu(const ValueLossParams& p, int num_threads) {
 
   auto* walk = walk_task_baseline;
 #ifdef FASTPPO_X86
-  if (cpu_isa() == CpuIsa::kAvx2) walk = walk_task_avx2;
-  if (cpu_isa() == CpuIsa::kAvx512) walk = walk_task_avx512;
+  if (cpu_isa() != CpuIsa::kBaseline) walk = walk_task_avx2;  // AVX-512 too, as ppo_loss
 #endif
   std::vector<Partial> partials(static_cast<size_t>((p.shape.tokens() + kTaskTokens - 1) / kTaskTokens));
   parallel_for(static_cast<int64_t>(partials.size()), num_threads,
