@@ -228,7 +228,7 @@ def test_a_target_that_no_rank_holds_is_nan():
     logits, targets = torch.randn(2, 6), torch.tensor([9, 4])
     logits[1, 4] = -INF
     options = (None, 1.0, None, -100, True)
-    shards = [torch.ops.fastppo.logprob_stats(logits[:, a : a + 3], targets, *options, a, 3) for a in (0, 3)]
+    shards = [torch.ops.fastppo.logprob_stats(logits[:, a : a + 3], targets, *options, a, 3, "auto") for a in (0, 3)]
     target_logits = combine_stats(torch.stack(shards), 1.0)[:, 3].tolist()
     assert target_logits[0] != target_logits[0] and target_logits[1] == -INF
 
@@ -258,7 +258,7 @@ def test_combination_of_any_cut_is_the_whole(seed, widths, kind):
 
     def stats(start: int, end: int) -> torch.Tensor:
         return torch.ops.fastppo.logprob_stats(
-            logits[:, start:end], targets, None, 1.0, None, -100, True, start, end - start
+            logits[:, start:end], targets, None, 1.0, None, -100, True, start, end - start, "auto"
         )
 
     ends = torch.tensor(widths).cumsum(0).tolist()
