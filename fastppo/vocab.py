@@ -9,7 +9,7 @@ One all-gather of these [N, 4] and a combination in rank order give every rank b
 whole row. A sum over ranks would not do for zy: a NaN in a rank that does not hold the target would leak into it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ class VocabShard:
     end: int
     group: "dist.ProcessGroup | None"
     vocab_size: int
+    # Of the group: what the ops call it by. Plain values, because torch.compile does not tell one group from another.
+    ranks: int = field(init=False, repr=False)
+    group_name: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.end:
@@ -52,6 +55,8 @@ class VocabShard:
                 f"VocabShard group must be a process group where a rank holds a part of the vocabulary: "
                 f"got group=None, columns [{self.start}, {self.end}) of {self.vocab_size}"
             )
+        object.__setattr__(self, "ranks", 1 if self.group is None else dist.get_world_size(self.group))
+        object.__setattr__(self, "group_name", "" if self.group is None else self.group.group_name)
 
     @property
     def width(self) -> int:
@@ -66,12 +71,12 @@ class VocabShard:
 
 def gather_stats(stats: Tensor, vocab: VocabShard | None) -> Tensor:
     """[N, 4] of this rank -> [R, N, 4] of all ranks, in rank order. The only collective of a vocab-parallel forward."""
-    if vocab is None or vocab.group is None or stats.shape[0] == 0 or dist.get_world_size(vocab.group) == 1:
+    if vocab is None or vocab.ranks == 1 or stats.shape[0] == 0:
         return stats.unsqueeze(0)
-    ranks = dist.get_world_size(vocab.group)
-    gathered = stats.new_empty(ranks * stats.shape[0], 4)
-    dist.all_gather_into_tensor(gathered, stats.contiguous(), group=vocab.group)
-    return gathered.view(ranks, stats.shape[0], 4)
+    # The functional form, which torch.compile can keep in its graph.
+    ops = torch.ops._c10d_functional
+    gathered: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(stats.contiguous(), vocab.ranks, vocab.group_name))
+    return gathered.view(vocab.ranks, stats.shape[0], 4)
 
 
 def combine_stats(gathered: Tensor, temperature: float | Tensor) -> Tensor:

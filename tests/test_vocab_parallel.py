@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastppo.ops.advantages import whiten
 from fastppo.ops.logprob import logprob
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[int, int, dict[int, list[int]], dict[str, Any]]] = {
     "special": (16, 16, {1: [16], 2: [8, 8], 4: [4, 4, 4, 4]}, {}),
 }
 ROWS = 9
+COMPILED = ("uneven", "padding_only_shard")
 
 
 def problem(name: str) -> dict[str, Any]:
@@ -85,6 +87,31 @@ def evaluate(logits: torch.Tensor, case: dict[str, Any], vocab: VocabShard | Non
     }
 
 
+class Collectives(TorchDispatchMode):
+    """Names of the collectives that are called inside, by whatever way they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
+            self.names.append(func.name().split("::")[1].split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def compiled_gradient(logits: torch.Tensor, case: dict[str, Any], vocab: VocabShard) -> torch.Tensor:
+    """As `evaluate`, in one graph."""
+    leaf = logits.clone().requires_grad_()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        out = logprob(x * 1, case["targets"], vocab=vocab, **case["options"])
+        return (out.logprobs * case["upstream"][0] + out.entropy * case["upstream"][1]).sum()
+
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward()
+    return leaf.grad
+
+
 def errors(group: Any, start: int, end: int) -> dict[str, str]:
     """What a rank's mistakes raise; none may reach the collective, or the other ranks would hang."""
     caught = {}
@@ -104,18 +131,6 @@ def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
-    collectives: list[str] = []
-    for op in (
-        "all_gather_into_tensor",
-        "all_gather",
-        "all_reduce",
-        "reduce_scatter_tensor",
-        "broadcast",
-        "all_to_all_single",
-    ):
-        original = getattr(dist, op)
-        setattr(dist, op, lambda *a, _op=op, _f=original, **k: (collectives.append(_op), _f(*a, **k))[1])
-
     results: dict[Any, Any] = {}
     for size in SIZES:
         group = dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
@@ -125,15 +140,18 @@ def worker(rank: int, folder: str) -> None:
             start = sum(columns[size][:rank])
             vocab = VocabShard(start, start + columns[size][rank], group, vocab_size)
             case = problem(name)
-            collectives.clear()
-            results[size, name] = evaluate(case["logits"][:, vocab.start : vocab.end], case, vocab)
-            results[size, name]["collectives"] = list(collectives)
+            local = case["logits"][:, vocab.start : vocab.end]
+            with Collectives() as collectives:
+                results[size, name] = evaluate(local, case, vocab)
+            results[size, name]["collectives"] = collectives.names
+            if name in COMPILED:
+                results[size, name]["compiled_grad"] = compiled_gradient(local, case, vocab)
         if size > 1:
             results[size, "errors"] = errors(group, 8 // size * rank, 8 // size * (rank + 1))
         x, mask = whiten_input()
-        collectives.clear()
-        results[size, "whiten"] = whiten(x.chunk(size)[rank], mask.chunk(size)[rank], group=group)
-        results[size, "whiten_collectives"] = list(collectives)
+        with Collectives() as collectives:
+            results[size, "whiten"] = whiten(x.chunk(size)[rank], mask.chunk(size)[rank], group=group)
+        results[size, "whiten_collectives"] = collectives.names
         results[size, "whiten_shifted"] = whiten(
             x.chunk(size)[rank], mask.chunk(size)[rank], group=group, shift_mean=False
         )
@@ -191,6 +209,14 @@ def test_sharded_equals_unsharded(ranks, size, name):
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_whole_equals_eager(ranks, size, name):
+    for rank in range(size):
+        result = ranks[rank][size, name]
+        torch.testing.assert_close(result["compiled_grad"], result["grad"], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_exactly_one_collective_forward_and_none_backward(ranks, size, name):
     expected = ["all_gather_into_tensor"] if size > 1 and name != "no_rows" else []
@@ -216,7 +242,7 @@ def test_whiten_over_ranks(ranks, size):
         expected[mask] = (kept - kept.mean()) / (kept.var(correction=0) + 1e-8).sqrt() + mean
         got = torch.cat([ranks[rank][size, key] for rank in range(size)])
         torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
-    assert ranks[0][size, "whiten_collectives"] == ["all_reduce"] * 2
+    assert ranks[0][size, "whiten_collectives"] == ["allreduce_"] * 2
     if size == WORLD:
         assert_bitwise_equal(
             "default group", torch.cat([r["whiten_default"] for r in ranks]), torch.cat([r[4, "whiten"] for r in ranks])
