@@ -29,8 +29,8 @@ from fastppo.checks import (
     check_number,
     check_tensor,
     contents_checked,
-    refuse_double_backward,
 )
+from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
 from fastppo.ops._logprob_ops import RowOptions
 from fastppo.reference.logprob import logprob as definition
 from fastppo.vocab import VocabShard, gather_stats
@@ -108,12 +108,16 @@ def logprob(
         logits.shape[-1] if vocab is None else vocab.used,
         backend,
     )
-    logprobs, entropy, _ = _Logprob.apply(logits, targets.reshape(-1), per_row, options, vocab, inplace_backward)
+    arguments = (logits, targets.reshape(-1), per_row, options, vocab, inplace_backward)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        logprobs, entropy, _ = _Logprob.apply(*arguments)
+    else:
+        logprobs, entropy, _ = _Logprob.forward(*arguments)
     return LogprobOutput(logprobs, entropy if with_entropy else None)
 
 
 class _Logprob(torch.autograd.Function):
-    @staticmethod
+    @forward_of_all_arguments
     def forward(
         logits: Tensor,
         targets: Tensor,
@@ -189,21 +193,24 @@ def _check(
         raise ValueError(f"logits must have at least one column, got shape {list(logits.shape)}")
     if softcap is not None:
         check_number("softcap", softcap, above=0)
-    used = targets != ignore_index
     if isinstance(temperature, Tensor):
         check_tensor("temperature", temperature)
         check_like("temperature", temperature, "targets", targets)
-        if contents_checked(temperature) and not bool((temperature > 0).logical_or(~used).all()):
-            raise ValueError(f"temperature must be > 0, got {temperature[used].min().item()}")
+        if contents_checked(temperature):
+            wrong = ~(temperature > 0) & (targets != ignore_index)
+            if bool(wrong.any()):
+                raise ValueError(f"temperature must be > 0, got {temperature[wrong].min().item()}")
     else:
         check_number("temperature", temperature, above=0)
-    if contents_checked(targets):
+    if contents_checked(targets) and targets.numel():
         size = logits.shape[-1] if vocab is None else vocab.vocab_size
-        outside = ((targets < 0) | (targets >= size)) & used
-        if bool(outside.any()):
-            raise IndexError(
-                f"targets must be in [0, {size}) or ignore_index={ignore_index}, got {targets[outside][0].item()}"
-            )
+        low, high = torch.aminmax(targets)
+        if low < 0 or high >= size:  # or ignored
+            outside = ((targets < 0) | (targets >= size)) & (targets != ignore_index)
+            if bool(outside.any()):
+                raise IndexError(
+                    f"targets must be in [0, {size}) or ignore_index={ignore_index}, got {targets[outside][0].item()}"
+                )
     if inplace_backward and logits.requires_grad and torch.is_grad_enabled():
         if logits.is_leaf or (logits._base is not None and logits._base.is_leaf):
             kind = "a leaf" if logits.is_leaf else "a view of one"
