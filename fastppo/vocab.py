@@ -1,12 +1,14 @@
 """Vocabulary sharded over ranks (tensor parallel): which columns a rank holds, and the one collective the ops need.
 
-Each rank reduces its own columns to four numbers per token, (m, s, t, zy):
+Each rank reduces its own columns to four numbers per token, (m, s - 1, t, zy):
 
     m = max_j x_j,  d_j = (x_j - m) / temperature,  s = sum_j exp(d_j),  t = sum_j exp(d_j) d_j,
     zy = x_y where this rank holds y, of x = softcap(logits).
 
 One all-gather of these [N, 4] and a combination in rank order give every rank bitwise the same statistics of the
-whole row. A sum over ranks would not do for zy: a NaN in a rank that does not hold the target would leak into it.
+whole row. It is s - 1, because the largest column's e is exactly 1, beside which a float32 would lose the other columns
+of a trained policy. A sum over ranks would not do for zy: a NaN in a rank that does not hold the target would leak into
+it.
 """
 
 from dataclasses import dataclass, field
@@ -80,21 +82,21 @@ def gather_stats(stats: Tensor, vocab: VocabShard | None) -> Tensor:
 
 
 def combine_stats(gathered: Tensor, temperature: float | Tensor) -> Tensor:
-    """[R, N, 4] -> [N, 4], the statistics of whole rows; zy is NaN where no rank holds the target.
+    """[R, N, 4] -> [N, 4] float64, the statistics of whole rows; zy is NaN where no rank holds the target.
 
     A row of -inf gets m = 0, s = 0.
     """
-    ranks = gathered.shape[0]
+    gathered = gathered.double()
     m = gathered[..., 0].amax(0)
     shift = torch.where(m == -torch.inf, 0.0, m)
     s = torch.zeros_like(m)
     t = torch.zeros_like(m)
     zy = torch.full_like(m, torch.nan)
-    for rank in range(ranks):
-        m_r, s_r, t_r, zy_r = gathered[rank].unbind(-1)
+    for m_r, excess_r, t_r, zy_r in (stats.unbind(-1) for stats in gathered.unbind(0)):
+        s_r = 1 + excess_r
         d = ((m_r - shift) / temperature).clamp_min(FLOOR)
         scale = d.exp()
         s = s + scale * s_r
         t = t + scale * (t_r + d * s_r)
         zy = torch.where(zy_r == NOT_HERE, zy, zy_r)
-    return torch.stack((shift, s, t, zy), -1)
+    return torch.stack((shift, s - 1, t, zy), -1)

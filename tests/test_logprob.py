@@ -307,6 +307,20 @@ def test_targets_gradient_is_one_rounding_from_expm1(p, dtype):
         assert abs(float(grad[0, 3]) - truth) <= torch.finfo(dtype).eps * truth
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch_rows"])
+@pytest.mark.parametrize("gap", [12.0, 16.0, 24.0])
+def test_a_peaked_row_keeps_its_digits(backend, gap):
+    """A trained policy's log-prob of -1e-7 has seven digits too; 1 + 1e-7 in float32 has none of them."""
+    logits = torch.full((1, 40001), -gap)
+    logits[0, 7000] = 0.0
+    logprobs, entropy, grad = run(logits, [7000], backend=backend)
+    rest = 40000 * math.exp(-gap)
+    p = 1 / (1 + rest)
+    assert float(logprobs) == pytest.approx(-math.log1p(rest), rel=5e-7)
+    assert float(entropy) == pytest.approx(math.log1p(rest) + p * rest * gap, rel=5e-7)
+    assert float(grad[0, 7000]) == pytest.approx(p * rest, rel=5e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", LOGITS)
 def test_no_worse_than_torch(dtype, kind):

@@ -1,8 +1,8 @@
 // Log-probabilities and entropy of rows of logits: what fastppo/ops/logprob.py hands to the kernels.
 //
 // Per row, with x = softcap(logits), m = max x, d = (x - m) / temperature, e = exp(d):
-//     statistics (m, s, t, zy):  s = sum e,  t = sum e * d,  zy = x of the target, kNotHere where this rank lacks it
-//     dlogits_j = e_j * (a + b * d_j) * slope_j, at the target plus g_lp / temperature * slope, rounded once:
+//     statistics (m, s - 1, t, zy):  s = sum e,  t = sum e * d,  zy = x of the target, kNotHere where this rank lacks
+//     it dlogits_j = e_j * (a + b * d_j) * slope_j, at the target plus g_lp / temperature * slope, rounded once:
 //         a = (g_h * t/s - g_lp) / (s * temperature),  b = -g_h / (s * temperature),  slope = softcap'
 // over this rank's columns start ... start + used of the vocabulary.
 #pragma once
@@ -40,7 +40,7 @@ struct LogprobParams {
 // What a rank's zy holds where the target is another rank's.
 constexpr float kNotHere = __builtin_huge_valf();
 
-// stats: [num_rows, 4], written. A row whose target is ignore_index is not read: (-inf, 0, 0, kNotHere).
+// stats: [num_rows, 4], written. A row whose target is ignore_index is not read: (-inf, -1, 0, kNotHere).
 void logprob_stats_cpu(const LogprobParams& params, float* stats, int num_threads);
 
 struct LogprobCombine {
@@ -53,7 +53,7 @@ struct LogprobCombine {
   int64_t ignore_index;
   float* logprobs;  // [num_rows]
   float* entropy;   // [num_rows], or null
-  float* row;       // [num_rows, 4]: (m, s, t/s, d of the target), what backward needs
+  float* row;       // [num_rows, 4]: (m, s - 1, t/s, d of the target), what backward needs
 };
 
 // Statistics of whole rows from those of every rank, in rank order.

@@ -17,7 +17,6 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 // exp of it is the smallest normal float32; a column below counts as none.
 constexpr float kFloor = -87.33f;
-constexpr int kChunk = 2048;
 // Rows are handed out in blocks of about this many elements, a few microseconds of work.
 constexpr int64_t kElementsPerBlock = 1 << 15;
 // Gradients larger than this do not stay in cache until they are read: they are written past it.
@@ -31,6 +30,10 @@ T* row_address(const LogprobRows& rows, int64_t r) {
 // Vectors that advance together, to hide the latency of one.
 template <int LANES>
 constexpr int kUnroll = LANES == 16 ? 4 : 2;
+
+// Columns of a chunk: it stays in the first-level cache, and a lane adds no more than 32 numbers in float32.
+template <int LANES>
+constexpr int kChunk = 32 * LANES * kUnroll<LANES>;
 
 // UNROLL vectors of a chunk from column i on, softcapped; -inf beyond its end.
 template <int LANES, bool CAP, typename T>
@@ -87,13 +90,28 @@ FASTPPO_INLINE void exponential(const typename Simd<LANES>::Floats& x, float m, 
   e = d == kFloor ? Floats{} : e;
 }
 
-// Sums of e and e * d over a chunk for a given m, and the chunk's largest x.
-template <int LANES, bool CAP, bool SCALED, bool ENTROPY, typename T>
-FASTPPO_INLINE void sum_chunk(const T* chunk, int columns, float softcap, float m, float inverse_temperature, double& s,
-                              double& t, float& top) {
+// Sums over columns for one m. The columns at m, whose e is exactly 1, are counted apart: beside them a trained
+// policy's other columns are so small that a float32 sum would lose them.
+struct Sums {
+  double at_m = 0;
+  double others = 0;
+  double shifted = 0;  // sum of e * d
+
+  void rescale(double d) {  // to an m that is larger: d = (old - new) / temperature
+    const double scale = std::exp(d);
+    shifted = scale * (shifted + d * (at_m + others));
+    others = scale * (at_m + others);
+    at_m = 0;
+  }
+};
+
+// Adds a chunk's columns; returns its largest x. Without AT_M the caller knows that no column is at m.
+template <int LANES, bool CAP, bool SCALED, bool ENTROPY, bool AT_M, typename T>
+FASTPPO_INLINE float sum_chunk(const T* chunk, int columns, float softcap, float m, float inverse_temperature,
+                               Sums& total) {
   using Floats = typename Simd<LANES>::Floats;
   constexpr int kVectors = kUnroll<LANES>;
-  Floats sums[kVectors] = {}, shifted_sums[kVectors] = {}, tops[kVectors];
+  Floats others[kVectors] = {}, shifted[kVectors] = {}, at_m[kVectors] = {}, tops[kVectors];
   for (auto& v : tops) v = Floats{} - kInf;
   for (int i = 0; i < columns; i += LANES * kVectors) {
     Floats x[kVectors];
@@ -102,19 +120,26 @@ FASTPPO_INLINE void sum_chunk(const T* chunk, int columns, float softcap, float 
       Floats d, e;
       exponential<LANES, SCALED>(x[k], m, inverse_temperature, d, e);
       tops[k] = max<LANES>(x[k], tops[k]);
-      sums[k] += e;
-      if constexpr (ENTROPY) shifted_sums[k] += e * d;
+      if constexpr (AT_M) {
+        at_m[k] += x[k] == m ? e : Floats{};
+        e = x[k] == m ? Floats{} : e;
+      }
+      others[k] += e;
+      if constexpr (ENTROPY) shifted[k] += e * d;
     }
   }
   for (int k = 1; k < kVectors; ++k) {
-    sums[0] += sums[k];
-    shifted_sums[0] += shifted_sums[k];
+    others[0] += others[k];
+    shifted[0] += shifted[k];
+    at_m[0] += at_m[k];
     tops[0] = max<LANES>(tops[k], tops[0]);
   }
-  s = sum_lanes<LANES>(sums[0]);
-  t = sum_lanes<LANES>(shifted_sums[0]);
-  top = tops[0][0];
+  total.at_m += sum_lanes<LANES>(at_m[0]);
+  total.others += sum_lanes<LANES>(others[0]);
+  total.shifted += sum_lanes<LANES>(shifted[0]);
+  float top = tops[0][0];
   for (int lane = 1; lane < LANES; ++lane) top = tops[0][lane] > top ? tops[0][lane] : top;
+  return top;
 }
 
 template <int LANES, bool CAP, bool SCALED, bool ENTROPY, typename T>
@@ -123,32 +148,32 @@ FASTPPO_INLINE void row_stats(const LogprobParams& p, int64_t r, float* stats) {
   const float temperature = p.temperature != nullptr ? p.temperature[r] : p.scalar_temperature;
   const float inverse = 1.0f / temperature;
   float m = -kInf;
-  double s = 0, t = 0;
+  Sums sums;
   bool nan = false;
-  for (int64_t first = 0; first < p.used; first += kChunk) {
-    const int columns = static_cast<int>(std::min<int64_t>(kChunk, p.used - first));
+  for (int64_t first = 0; first < p.used; first += kChunk<LANES>) {
+    const T* chunk = row + first;
+    const int columns = static_cast<int>(std::min<int64_t>(kChunk<LANES>, p.used - first));
     if (m == -kInf) {
-      m = largest<LANES, CAP>(row + first, columns, p.softcap, nan);
-      if (m == -kInf) continue;
+      m = largest<LANES, CAP>(chunk, columns, p.softcap, nan);
+      if (m != -kInf) sum_chunk<LANES, CAP, SCALED, ENTROPY, true>(chunk, columns, p.softcap, m, inverse, sums);
+      continue;
     }
-    // With the largest so far, which most chunks do not exceed; the one that does is summed again.
-    double chunk_s, chunk_t;
-    float top;
-    sum_chunk<LANES, CAP, SCALED, ENTROPY>(row + first, columns, p.softcap, m, inverse, chunk_s, chunk_t, top);
+    // Most chunks stay below the largest so far; one that does not is summed again.
+    Sums below = sums;
+    const float top = sum_chunk<LANES, CAP, SCALED, ENTROPY, false>(chunk, columns, p.softcap, m, inverse, below);
+    if (top < m || top != top) {
+      sums = below;
+      continue;
+    }
     if (top > m) {
-      const double d = std::max(-1000.0, (double{m} - top) / temperature);
-      const double scale = std::exp(d);
-      t = scale * (t + d * s);
-      s = scale * s;
+      sums.rescale(std::max(-1000.0, (double{m} - top) / temperature));
       m = top;
-      sum_chunk<LANES, CAP, SCALED, ENTROPY>(row + first, columns, p.softcap, m, inverse, chunk_s, chunk_t, top);
     }
-    s += chunk_s;
-    t += chunk_t;
+    sum_chunk<LANES, CAP, SCALED, ENTROPY, true>(chunk, columns, p.softcap, m, inverse, sums);
   }
   stats[0] = m;
-  stats[1] = nan ? kNan : static_cast<float>(s);
-  stats[2] = static_cast<float>(t);
+  stats[1] = nan ? kNan : static_cast<float>((sums.at_m - 1) + sums.others);
+  stats[2] = static_cast<float>(sums.shifted);
   const int64_t y = p.targets[r] - p.start;
   stats[3] = kNotHere;
   if (y >= 0 && y < p.used) {
@@ -164,7 +189,8 @@ FASTPPO_INLINE void stats_of_rows(const LogprobParams& p, int64_t first, int64_t
     float* out = stats + 4 * r;
     if (p.targets[r] == p.ignore_index) {
       out[0] = -kInf;
-      out[1] = out[2] = 0;
+      out[1] = -1;
+      out[2] = 0;
       out[3] = kNotHere;
     } else {
       row_stats<LANES, CAP, SCALED, ENTROPY, T>(p, r, out);
@@ -178,18 +204,20 @@ FASTPPO_INLINE void row_dlogits(const LogprobParams& p, const LogprobGrads& g, i
   using Floats = typename Simd<LANES>::Floats;
   const T* row = row_address<const T>(p.logits, r);
   T* out = row_address<T>(g.dlogits, r);
-  const float m = g.row[4 * r], s = g.row[4 * r + 1], mean_d = g.row[4 * r + 2], d_y = g.row[4 * r + 3];
+  const float m = g.row[4 * r], excess = g.row[4 * r + 1], mean_d = g.row[4 * r + 2], d_y = g.row[4 * r + 3];
+  const double s = 1.0 + excess;
   const float temperature = p.temperature != nullptr ? p.temperature[r] : p.scalar_temperature;
   const float inverse = 1.0f / temperature;
   // A target that no rank holds leaves its whole row NaN.
-  const float a = d_y == d_y ? (g_h * mean_d - g_lp) / (s * temperature) : kNan;
-  const float b = -g_h / (s * temperature);
+  const double scale = 1 / (s * temperature);
+  const float a = d_y == d_y ? static_cast<float>((double{g_h} * mean_d - g_lp) * scale) : kNan;
+  const float b = static_cast<float>(-g_h * scale);
   const int64_t y = p.targets[r] - p.start;
   const float inverse_softcap = CAP ? 1.0f / p.softcap : 0.0f;
 
-  alignas(64) T block[kChunk + LANES * kUnroll<LANES>];
-  for (int64_t first = 0; first < p.used; first += kChunk) {
-    const int columns = static_cast<int>(std::min<int64_t>(kChunk, p.used - first));
+  alignas(64) T block[kChunk<LANES>];
+  for (int64_t first = 0; first < p.used; first += kChunk<LANES>) {
+    const int columns = static_cast<int>(std::min<int64_t>(kChunk<LANES>, p.used - first));
     for (int i = 0; i < columns; i += LANES * kUnroll<LANES>) {
       Floats x[kUnroll<LANES>];
       load_columns<LANES, CAP>(row + first, i, columns, p.softcap, x);
@@ -207,18 +235,18 @@ FASTPPO_INLINE void row_dlogits(const LogprobParams& p, const LogprobGrads& g, i
     }
     if (y >= first && y < first + columns) {
       // The target's element is computed apart and rounded once; a - p would cancel where p is near 1.
-      float at_y = g_lp * -std::expm1(d_y - std::log(s));
+      double at_y = g_lp * -std::expm1(d_y - std::log1p(double{excess}));
       if constexpr (ENTROPY) {
-        const float d = d_y < -1000.0f ? -1000.0f : d_y;
+        const double d = d_y < -1000.0f ? -1000.0 : d_y;
         at_y -= g_h * std::exp(d) / s * (d - mean_d);
       }
       at_y /= temperature;
       if constexpr (CAP) {
-        const float tanh_y = std::tanh(to_float(row[y]) / p.softcap);
-        at_y *= 1.0f - tanh_y * tanh_y;
+        const double tanh_y = std::tanh(double{to_float(row[y])} / p.softcap);
+        at_y *= 1 - tanh_y * tanh_y;
       }
       T rounded[LANES];
-      store<LANES>(rounded, Floats{} + at_y);
+      store<LANES>(rounded, Floats{} + static_cast<float>(at_y));
       block[y - first] = rounded[0];
     }
     copy(out + first, block, columns * sizeof(T), streamed);
@@ -343,20 +371,22 @@ void logprob_combine_cpu(const LogprobCombine& p) {
     float zy = kNan;
     for (int64_t rank = 0; rank < p.num_ranks; ++rank) {
       const float* stats = p.gathered + (rank * p.num_rows + r) * 4;
+      const double s_rank = 1.0 + stats[1];
       double d = (double{stats[0]} - m) / temperature;
       d = d < -1000.0 ? -1000.0 : d;  // of a rank without a finite column, too: its scale is 0
       const double scale = std::exp(d);
-      s += scale * stats[1];
-      t += scale * (stats[2] + d * stats[1]);
+      s += scale * s_rank;
+      t += scale * (stats[2] + d * s_rank);
       if (stats[3] != kNotHere) zy = stats[3];
     }
-    const float log_s = static_cast<float>(std::log(s));
+    const double log_s = std::log1p(s - 1);
+    const double mean_d = t / s;
     row[0] = m;
-    row[1] = static_cast<float>(s);
-    row[2] = static_cast<float>(t / s);
+    row[1] = static_cast<float>(s - 1);
+    row[2] = static_cast<float>(mean_d);
     row[3] = (zy - m) / temperature;
-    p.logprobs[r] = row[3] - log_s;
-    if (p.entropy != nullptr) p.entropy[r] = log_s - row[2];
+    p.logprobs[r] = static_cast<float>(row[3] - log_s);
+    if (p.entropy != nullptr) p.entropy[r] = static_cast<float>(log_s - mean_d);
   }
 }
 

@@ -1,7 +1,7 @@
 """The registered ops under `logprob` and the linear ops: one list of them for every device, dtype and backend.
 
-    logprob_stats     a rank's columns -> (m, s, t, zy) per row       (`vocab.py` says what they are)
-    logprob_combine   all ranks' statistics -> logprobs, entropy, and what backward needs: (m, s, t/s, d_y) per row
+    logprob_stats     a rank's columns -> (m, s - 1, t, zy) per row     (`vocab.py` says what they are)
+    logprob_combine   all ranks' statistics -> logprobs, entropy, and what backward needs, (m, s - 1, t/s, d_y) per row
     logprob_dlogits   the logits' gradient, anew; logprob_dlogits_ writes it into the logits
 
 "cpu" is csrc/logprob, "torch" is `_logprob_rows.py`. Shapes are checked in the public functions.
@@ -61,14 +61,16 @@ def _logprob_combine(
     count = targets.numel()
     chosen, _ = resolve("logprob", backend, gathered.device, gathered.dtype)
     if chosen == "torch":
-        divisor = scalar_temperature if temperature is None else temperature.to(gathered.dtype)
-        m, s, t, zy = combine_stats(gathered, divisor).unbind(-1)
-        ignored = targets == ignore_index
-        log_s = s.log()
-        d_y = (zy - m) / divisor
-        logprobs = torch.where(ignored, 0.0, d_y - log_s)
-        entropy = torch.where(ignored, 0.0, log_s - t / s) if with_entropy else logprobs.new_empty(0)
-        return logprobs, entropy, torch.where(ignored[:, None], 0.0, torch.stack((m, s, t / s, d_y), -1))
+        dtype = gathered.dtype
+        divisor = scalar_temperature if temperature is None else temperature.double()
+        m, excess, t, zy = combine_stats(gathered, divisor).unbind(-1)
+        log_s, mean_d = excess.log1p(), t / (1 + excess)
+        d_y = ((zy - m) / divisor).to(dtype).double()  # rounded here, so that backward sees what forward saw
+        used = targets != ignore_index
+        logprobs = torch.where(used, d_y - log_s, 0.0).to(dtype)
+        entropy = torch.where(used, log_s - mean_d, 0.0).to(dtype) if with_entropy else logprobs.new_empty(0)
+        kept = torch.where(used[:, None], torch.stack((m, excess, mean_d, d_y), -1), 0.0).to(dtype)
+        return logprobs, entropy, kept
     gathered, targets, temperature = gathered.contiguous(), targets.contiguous(), _float32(temperature)
     logprobs = torch.empty(count, dtype=torch.float32)
     entropy = torch.empty(count if with_entropy else 0, dtype=torch.float32)

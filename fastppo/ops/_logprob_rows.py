@@ -27,10 +27,11 @@ def stats(
     start: int,
     used: int,
 ) -> Tensor:
-    """[N, 4] = (m, s, t, zy) of this rank's columns. A row that is ignored holds (-inf, 0, 0, NOT_HERE) or anything."""
+    """[N, 4] = (m, s - 1, t, zy) of this rank's columns. An ignored row holds (-inf, -1, 0, NOT_HERE) or anything."""
     dtype = accumulator(logits)
     result = torch.zeros(targets.numel(), 4, dtype=dtype, device=logits.device)
     result[:, 0] = -torch.inf
+    result[:, 1] = -1
     result[:, 3] = NOT_HERE
     if used == 0:
         return result
@@ -41,10 +42,11 @@ def stats(
         zy = torch.where(here, x.gather(1, y)[:, 0], NOT_HERE)
         divisor = scalar_temperature if temperature is None else temperature[rows].to(dtype)
         d = _differences(x, torch.where(m == -torch.inf, 0.0, m), divisor)
-        e = d.exp()
-        s = _row_sum(e)
-        t = _row_sum(e.mul_(d)) if with_entropy else torch.zeros_like(s)
-        result[rows] = torch.stack((m, s, t, zy), 1)
+        at_m = d == 0
+        e = d.exp().masked_fill_(at_m, 0)  # theirs is 1: counted apart, see vocab.py
+        excess = at_m.sum(1) - 1 + _row_sum(e)
+        t = _row_sum(e.mul_(d)) if with_entropy else torch.zeros_like(excess)
+        result[rows] = torch.stack((m, excess, t, zy), 1)
     return result
 
 
@@ -64,7 +66,7 @@ def write_dlogits(
 ) -> None:
     """out, which may be the logits themselves, becomes their gradient.
 
-    kept: [N, 4] (m, s, t/s, d_y); upstream: [N, 2], the gradients of logprobs and entropy.
+    kept: [N, 4] (m, s - 1, t/s, d_y); upstream: [N, 2], the gradients of logprobs and entropy.
     """
     out[..., used:] = 0
     if used == 0:
@@ -73,12 +75,13 @@ def write_dlogits(
     wanted = (targets != ignore_index) & (upstream != 0).any(1)
     for rows, local, (z, dz) in _row_chunks(wanted, logits[..., :used], out[..., :used], zero_last=True):
         x, slope = _softcapped(_take(z, local).to(dtype), softcap)
-        m, s, mean_d, d_y = kept[rows].unbind(1)
+        m, excess, mean_d, d_y = kept[rows].unbind(1)
+        s = 1 + excess
         g_lp, g_h = upstream[rows].unbind(1)
         y, here = _columns(targets[rows], start, used)
         divisor = scalar_temperature if temperature is None else temperature[rows].to(dtype)
         a = torch.where(d_y.isnan(), torch.nan, (g_h * mean_d - g_lp) / (s * divisor))
-        at_y = g_lp * -torch.expm1(d_y - s.log())
+        at_y = g_lp * -torch.expm1(d_y - excess.log1p())
         d = _differences(x, m, divisor)
         e = d.exp()
         factor = a[:, None]

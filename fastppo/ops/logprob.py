@@ -6,7 +6,8 @@ Per row, with x = softcap(logits), m = max x, d = (x - m) / temperature, e = exp
     dd_j = e_j/s * (-g_lp - g_H * (d_j - t/s)),  at j = y plus g_lp, formed as g_lp * -expm1(logprob).
 
 Everything is a difference to the maximum: a shift of the logits changes nothing, and logprob <= 0 and entropy >= 0
-hold exactly. Kept for backward: the caller's logits and four numbers per row (m, s, t/s, d_y); e is recomputed.
+hold exactly; s - 1 is what is kept of s, so that a peaked row keeps its digits. Kept for backward: the caller's logits
+and four numbers per row (m, s - 1, t/s, d_y); e is recomputed.
 
 One read of the logits in forward, one read and one write in backward, no copy. `backend="torch"` and float64 take the
 plain formula of `reference/logprob.py` instead: higher derivatives, no such economy.

@@ -1,0 +1,31 @@
+"""The kernels on every instruction set that this machine has: the tests of their numbers, each in a process that is
+forced to it. An instruction set is chosen once per process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fastppo import _C
+
+ORDER = ("baseline", "avx2", "avx512")
+LOWER = ORDER[: ORDER.index(_C.cpu_isa())]
+
+
+@pytest.mark.parametrize("isa", LOWER)
+@pytest.mark.parametrize("tests", ["test_logprob.py", "test_logprob_grid.py"])
+def test_numbers(tests, isa):
+    script = f"""
+import sys, pytest, fastppo._C
+assert fastppo._C.cpu_isa() == {isa!r}, fastppo._C.cpu_isa()
+sys.exit(pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "-k", "not compile and not opcheck", {tests!r}]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=os.path.dirname(__file__),
+        env=os.environ | {"FASTPPO_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
