@@ -29,3 +29,11 @@ sys.exit(pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "-k", "not 
         text=True,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+
+
+def test_an_unknown_name_is_an_error():
+    script = "import torch, fastppo; fastppo.logprob(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))"
+    env = os.environ | {"FASTPPO_CPU_ISA": "avx-2"}
+    result = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert "ValueError: FASTPPO_CPU_ISA must be one of baseline, avx2, avx512" in result.stderr
+    assert "got 'avx-2'" in result.stderr
