@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastppo.ops import _logprob_rows
 from fastppo.ops.logprob import logprob
@@ -561,6 +562,16 @@ def test_compiles_whole_and_equals_eager_with_ignored_rows(inplace):
     loss(eager).backward()
     torch.compile(loss, fullgraph=True, backend="aot_eager")(compiled).backward()
     assert_bitwise_equal("gradient", compiled.grad, eager.grad)
+
+
+def test_shapes_without_values():
+    """Under FakeTensorMode, which tools that plan memory use, nothing is looked at and nothing computed."""
+    with FakeTensorMode():
+        logits = torch.empty(3, 4, 1000, dtype=torch.bfloat16, requires_grad=True)
+        out = logprob(logits, torch.empty(3, 4, dtype=torch.int64))
+        assert out.logprobs.shape == out.entropy.shape == (3, 4) and out.logprobs.dtype == torch.float32
+        (grad,) = torch.autograd.grad(out.logprobs.sum(), logits)
+        assert grad.shape == logits.shape and grad.dtype == torch.bfloat16
 
 
 def test_registered_ops_pass_opcheck():
