@@ -8,7 +8,7 @@ rows), so a chunk is that many rows, or as many as 2^23 logits make where the vo
 
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -184,7 +184,8 @@ class Gradients:
         self.product, self.needs_weight, self.needs_bias = product, weight, bias
         self.dtype = accumulator(product.head.product)
         self.dhidden = None if dhidden is None else torch.zeros(hidden.shape, dtype=dhidden, device=hidden.device)
-        self.dweight, self.into = None, weight_grad_into
+        self.dweight: Tensor | None = None
+        self.into = weight_grad_into
         self.single, self.shape = num_chunks <= 1, (product.width, hidden.shape[1])
         self.dbias = torch.zeros(product.width, dtype=self.dtype, device=hidden.device) if bias else None
 
@@ -225,9 +226,9 @@ class Gradients:
         used, device = self.product.head.used, hidden.device
         total = self.into if self.into is not None else self.dweight
         if total is None and self.single and factor is None:
-            self.dweight = torch.empty(self.shape, dtype=hidden.dtype, device=device)
-            self.dweight[used:] = 0
-            torch.mm(dlogits, hidden, out=self.dweight[:used])
+            total = self.dweight = torch.empty(self.shape, dtype=hidden.dtype, device=device)
+            total[used:] = 0
+            torch.mm(dlogits, hidden, out=total[:used])
             return
         if total is None:
             total = self.dweight = torch.zeros(self.shape, dtype=self.dtype, device=device)
@@ -321,9 +322,7 @@ def check_head(
         expected[0] *= dist.get_world_size(vocab.group)
     if list(targets.shape) != expected:
         what = "the shape of all ranks' hidden" if shared else "hidden's shape"
-        raise ValueError(
-            f"targets must have {what} without the last dimension, {expected}, got {list(targets.shape)}"
-        )
+        raise ValueError(f"targets must have {what} without the last dimension, {expected}, got {list(targets.shape)}")
     check_device("weight", weight, "hidden", hidden)
     check_device("targets", targets, "hidden", hidden)
     width = weight.shape[0]
@@ -390,8 +389,10 @@ def save_limit() -> int:
     return int(os.environ.get("FASTPPO_SAVE_LIMIT", 4 << 30))
 
 
-def plain_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> tuple[Any, ...]:
+def plain_operands(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """hidden, weight and bias as autocast would cast them, differentiably: what the reference is given."""
     if head.product == torch.promote_types(hidden.dtype, weight.dtype):
         return hidden, weight, bias
-    return tuple(None if x is None else x.to(head.product) for x in (hidden, weight, bias))
+    return hidden.to(head.product), weight.to(head.product), None if bias is None else bias.to(head.product)

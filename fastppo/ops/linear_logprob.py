@@ -120,13 +120,14 @@ def linear_logprob(
         backend=backend,
     )
     if (backend == "torch" or head.product == torch.float64) and vocab is None and weight_grad_into is None:
-        operands = plain_operands(hidden, weight, bias, head)
+        plain_hidden, plain_weight, plain_bias = plain_operands(hidden, weight, bias, head)
         with torch.autocast(hidden.device.type, enabled=False):
             return LogprobOutput(
                 *definition(
-                    *operands[:2],
+                    plain_hidden,
+                    plain_weight,
                     targets.long(),
-                    bias=operands[2],
+                    bias=plain_bias,
                     temperature=temperature,
                     softcap=softcap,
                     ignore_index=ignore_index,

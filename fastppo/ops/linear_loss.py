@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastppo.checks import check_choice, check_device, check_like, check_tensor, contents_checked, refuse_double_backward
+from fastppo.checks import (
+    check_choice,
+    check_device,
+    check_like,
+    check_tensor,
+    contents_checked,
+    refuse_double_backward,
+)
 from fastppo.ops._linear import (
     Gradients,
     Head,
@@ -152,17 +159,18 @@ def linear_loss(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, targets.numel(), like=targets)
     if (backend == "torch" or inputs.head.product == torch.float64) and vocab is None and weight_grad_into is None:
-        operands = plain_operands(hidden, weight, bias, inputs.head)
+        plain_hidden, plain_weight, plain_bias = plain_operands(hidden, weight, bias, inputs.head)
         with torch.autocast(hidden.device.type, enabled=False):
             return LinearLossOutput(
                 *definition(
-                    *operands[:2],
+                    plain_hidden,
+                    plain_weight,
                     targets.long(),
                     loss_fn,
                     rows=dict(rows or {}),
                     mask=mask,
                     cu_seqlens=cu_seqlens,
-                    bias=operands[2],
+                    bias=plain_bias,
                     temperature=temperature,
                     softcap=softcap,
                     ignore_index=ignore_index,
@@ -284,16 +292,16 @@ class _LinearLoss(torch.autograd.Function):
             upstream, of_entropy = coefficients(work.chosen, work.cu_seqlens)
             if any(work.needs):
                 for part, index in zip(parts, indices, strict=True):
-                    block, wanted = logits_of(index), (upstream[part], of_entropy)
-                    _add_gradients(work, gradients, hidden, index, block, stats[part], *wanted)
+                    block = logits_of(index)
+                    _add_gradients(work, gradients, hidden, index, block, stats[part], upstream[part], of_entropy)
         else:
             for part, cu_seqlens in zip(parts, spans, strict=True):
                 index = narrow(work.chosen, part)
                 block = logits_of(index)
                 stats = statistics(index, block)
-                upstream = coefficients(index, cu_seqlens)
+                upstream, of_entropy = coefficients(index, cu_seqlens)
                 if any(work.needs):
-                    _add_gradients(work, gradients, hidden, index, block, stats, *upstream)
+                    _add_gradients(work, gradients, hidden, index, block, stats, upstream, of_entropy)
         loss = torch.stack([x.double() for x in work.losses]).sum().to(work.losses[0].dtype)
         return (
             loss,
@@ -383,7 +391,7 @@ def _add_gradients(
         return
     factor = None
     if head.logits == torch.float16:
-        # A loss divided by many tokens has coefficients below float16's range: a power of two brings them back, exactly.
+        # A loss divided by many tokens has coefficients below float16's range; a power of two brings them back.
         largest = upstream.abs().amax()
         exponent = torch.where(largest.isfinite(), torch.frexp(largest)[1], 0)
         upstream, factor = torch.ldexp(upstream, -exponent), torch.ldexp(torch.ones_like(largest), exponent)

@@ -28,8 +28,9 @@ def linear_logprob(
     wide = product if logits_dtype is None else torch.promote_types(product, logits_dtype)
     # A row that is not read may hold anything; 0 * NaN would carry it into the weight's gradient.
     hidden = torch.where((targets == ignore_index)[..., None], 0.0, hidden)
-    operands = (None if x is None else x.to(product).to(wide) for x in (hidden, weight, bias))
-    logits = F.linear(*operands).to(wide if logits_dtype is None else logits_dtype)
+    hidden, weight = hidden.to(product).to(wide), weight.to(product).to(wide)
+    logits = F.linear(hidden, weight, None if bias is None else bias.to(product).to(wide))
+    logits = logits.to(wide if logits_dtype is None else logits_dtype)
     return logprob(
         logits,
         targets,
