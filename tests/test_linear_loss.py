@@ -466,7 +466,7 @@ def test_no_tensor_of_tokens_times_vocabulary():
     fused = memory_of(
         lambda: linear_ppo_loss(hidden, weight, head.targets, x.old_logprobs, x.advantages).loss.backward()
     )
-    assert fused.largest < 0.5 * logits and fused.peak < 0.8 * logits
+    assert fused.largest < 0.6 * logits and fused.peak < 0.8 * logits
     small = memory_of(
         lambda: linear_ppo_loss(
             hidden, weight, head.targets, x.old_logprobs, x.advantages, chunk_tokens=500
@@ -477,11 +477,12 @@ def test_no_tensor_of_tokens_times_vocabulary():
     assert plain.largest >= logits and plain.peak > 2 * logits
 
 
-def test_chunks_follow_the_vocabulary():
+def test_chunks_follow_the_vocabulary_and_are_even():
     cpu = torch.device("cpu")
-    assert _linear.chunk_rows(49152, cpu) == 256 == _linear.chunk_rows(151936, cpu)
-    assert _linear.chunk_rows(1024, cpu) == 8192
-    assert _linear.chunk_rows(0, cpu) >= 256
+    for vocab in (49152, 151936):
+        assert [_linear.chunk_rows(n, vocab, cpu) for n in (0, 1, 383, 384, 512, 1000)] == [1, 1, 383, 192, 256, 250]
+    assert _linear.chunk_rows(100000, 1024, cpu) == -(-100000 // 12)
+    assert _linear.chunk_rows(5, 0, cpu) == 5
 
 
 def test_compiles_whole():

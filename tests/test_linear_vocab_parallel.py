@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fastppo import VocabShard, linear_logprob, linear_loss, linear_ppo_loss
+from fastppo.ops import _linear
 from fastppo.testing import assert_bitwise_equal, make_loss_inputs
 from tests.linear import HeadInputs, make_head
 
@@ -56,6 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "loss": ("loss", {"chunk_tokens": 5}),
     "ppo": ("ppo", {"ent_coef": 0.1}),
     "ppo_chunks": ("ppo", {"chunk_tokens": 4, "temperature": 0.7}),
+    "ppo_default_chunks": ("ppo", {}),
     "ppo_off": ("ppo", {"compact": "off", "ent_coef": 0.1}),
     "ppo_sequences": ("ppo", {"loss_type": "gspo", "chunk_tokens": 4}),
     "ppo_reduce_scatter": ("ppo", {"reduce_dhidden": "reduce_scatter", "chunk_tokens": 5}),
@@ -160,6 +162,7 @@ def worker(rank: int, folder: str) -> None:
         original = getattr(dist, op)
         setattr(dist, op, lambda *a, _op=op, _f=original, **k: (RECORD.append(_op), _f(*a, **k))[1])
     results: dict[Any, Any] = {}
+    usual = _linear.CHUNK_ROWS, _linear.CHUNK_LOGITS_CPU
     for size in SIZES:
         group = dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
         if rank >= size:
@@ -168,6 +171,9 @@ def worker(rank: int, folder: str) -> None:
             start = sum(rows[size][:rank])
             vocab = VocabShard(start, start + rows[size][rank], group, vocab_size)
             for case in CASES:
+                # Default chunks of a few rows, by the size of the vocabulary: ranks with uneven shards must agree.
+                small = case == "ppo_default_chunks"
+                _linear.CHUNK_ROWS, _linear.CHUNK_LOGITS_CPU = (1, 16) if small else usual
                 RECORD.clear()
                 results[size, shards, case] = evaluate(shards, case, vocab, rank, size)
         if size > 1:
@@ -250,6 +256,9 @@ def test_collectives(ranks, case, size):
     for shards in SHARDS:
         for rank in range(size):
             got = ranks[rank][size, shards, case]
+            if case == "ppo_default_chunks" and size > 1:
+                forward = ["all_gather_into_tensor"] * ranks[0][size, shards, case]["forward"]
+                assert len(forward) > 1
             assert got["collectives"][: got["forward"]] == forward
             assert got["collectives"][got["forward"] :] == backward
 

@@ -240,7 +240,8 @@ def _stats(
     head = Head(*options)
     stats = no_stats(targets, accumulator(head.product))
     rows = _read_rows(targets, head.ignore_index)
-    count, size = count_of(rows), chunk_rows(head.used, targets.device)
+    count = count_of(rows)
+    size = chunk_rows(count, head.used, targets.device)
     logits = hidden.new_empty(targets.numel() if save else min(count, size), head.used, dtype=head.logits)
     if count and head.used:
         product = Product(weight, bias, head)
@@ -269,7 +270,8 @@ def _backward(
     """dhidden (in float32 where it is a rank's part of a sum), dweight and dbias; empty where not needed."""
     head = Head(*options)
     rows = _read_rows(targets, head.ignore_index)
-    count, size = count_of(rows), chunk_rows(head.used, targets.device)
+    count = count_of(rows)
+    size = chunk_rows(count, head.used, targets.device)
     if logits is not None and head.logits == head.product:
         size = max(count, 1)  # dlogits are operands as they are: one product each
     product = Product(weight, bias, head)

@@ -40,6 +40,7 @@ from fastppo.ops._linear import (
     check_head,
     chunk_rows,
     chunks,
+    columns_of_a_rank,
     count_of,
     gather_hidden,
     gathers_hidden,
@@ -51,6 +52,7 @@ from fastppo.ops._linear import (
     row_stats,
     take,
     take_optional,
+    usual_rows,
     where_any,
     whole_stats,
     write_dlogits,
@@ -208,6 +210,14 @@ def linear_loss(
     if cu_seqlens is not None:
         counted = selected if isinstance(chosen, Tensor) else torch.ones_like(selected)
         cu_seqlens = F.pad(counted.cumsum(0), (1, 0))[cu_seqlens.long()]
+    if chunk_tokens is None:
+        columns = columns_of_a_rank(inputs.head, vocab)
+        # Even parts, but where sequences are to fit, which cut unevenly anyway.
+        chunk_tokens = (
+            chunk_rows(count_of(chosen), columns, targets.device)
+            if cu_seqlens is None
+            else usual_rows(columns, targets.device)
+        )
     wanted = torch.is_grad_enabled()
     work = _Work(
         inputs=inputs._replace(targets=torch.where(selected, inputs.targets, ignore_index)),
@@ -219,7 +229,7 @@ def linear_loss(
         chosen=chosen,
         compact=compact == "auto" and not capturing,
         cu_seqlens=cu_seqlens,
-        size=chunk_rows(inputs.head.used, targets.device) if chunk_tokens is None else chunk_tokens,
+        size=chunk_tokens,
         needs=tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias)),
     )
     loss, metrics, logprobs, entropy, *_ = _LinearLoss.apply(hidden, weight, bias, work)
