@@ -75,10 +75,30 @@ def gather_stats(stats: Tensor, vocab: VocabShard | None) -> Tensor:
     """[N, 4] of this rank -> [R, N, 4] of all ranks, in rank order. The only collective of a vocab-parallel forward."""
     if vocab is None or vocab.ranks == 1 or stats.shape[0] == 0:
         return stats.unsqueeze(0)
-    # The functional form, which torch.compile can keep in its graph.
+    return gather_rows(stats, vocab).view(vocab.ranks, stats.shape[0], 4)
+
+
+# Functional collectives, which torch.compile can keep in its graph.
+
+
+def gather_rows(x: Tensor, vocab: VocabShard) -> Tensor:
+    """[n, ...] of each rank -> [R * n, ...], in rank order."""
     ops = torch.ops._c10d_functional
-    gathered: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(stats.contiguous(), vocab.ranks, vocab.group_name))
-    return gathered.view(vocab.ranks, stats.shape[0], 4)
+    result: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), vocab.ranks, vocab.group_name))
+    return result
+
+
+def sum_over_ranks(x: Tensor, vocab: VocabShard) -> Tensor:
+    ops = torch.ops._c10d_functional
+    result: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", vocab.group_name))
+    return result
+
+
+def sum_and_scatter_rows(x: Tensor, vocab: VocabShard) -> Tensor:
+    """[R * n, ...] of each rank -> this rank's [n, ...] of their sum."""
+    ops = torch.ops._c10d_functional
+    result: Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", vocab.ranks, vocab.group_name))
+    return result
 
 
 def combine_stats(gathered: Tensor, temperature: float | Tensor) -> Tensor:

@@ -591,7 +591,7 @@ def test_registered_ops_pass_opcheck():
 
 def test_unknown_target_without_checks_is_nan(monkeypatch):
     """What an accelerator does, where contents are not looked at."""
-    monkeypatch.setattr("fastppo.ops.logprob.contents_checked", lambda _: False)
+    monkeypatch.setattr("fastppo.ops._logprob_ops.contents_checked", lambda _: False)
     for backend in BACKENDS:
         logprobs, entropy, grad = run(torch.randn(3, 4), [1, 4, 2], 1.0, 1.0, backend=backend)
         assert logprobs.isnan().tolist() == [False, True, False]

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastppo.ops.advantages import whiten
 from fastppo.ops.logprob import logprob
 from fastppo.testing import assert_bitwise_equal, make_logits, make_targets
 from fastppo.vocab import VocabShard, combine_stats
+from tests.collectives import Collectives
 
 SIZES = (1, 2, 4)
 WORLD = 4
@@ -85,19 +85,6 @@ def evaluate(logits: torch.Tensor, case: dict[str, Any], vocab: VocabShard | Non
         "entropy": out.entropy if out.entropy is None else out.entropy.detach(),
         "grad": leaf.grad,
     }
-
-
-class Collectives(TorchDispatchMode):
-    """Names of the collectives that are called inside, by whatever way they are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
-            self.names.append(func.name().split("::")[1].split(".")[0])
-        return func(*args, **(kwargs or {}))
 
 
 def compiled_gradient(logits: torch.Tensor, case: dict[str, Any], vocab: VocabShard) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastppo import _build
 from fastppo.backends import resolve
+from fastppo.checks import check_like, check_number, check_tensor, contents_checked
 from fastppo.dtypes import CODES, accumulator
 from fastppo.ops import _logprob_rows as rows
 from fastppo.vocab import combine_stats
@@ -30,6 +31,31 @@ class RowOptions(NamedTuple):
     start: int  # id of this rank's first column
     used: int  # this rank's columns that are real ids
     backend: str
+
+
+def check_rows(
+    targets: Tensor, temperature: float | Tensor, softcap: float | None, ignore_index: int, size: int
+) -> None:
+    """What the public ops say of these arguments; `size` ids are in the vocabulary."""
+    if softcap is not None:
+        check_number("softcap", softcap, above=0)
+    if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature)
+        check_like("temperature", temperature, "targets", targets)
+        if contents_checked(temperature):
+            wrong = ~(temperature > 0) & (targets != ignore_index)
+            if bool(wrong.any()):
+                raise ValueError(f"temperature must be > 0, got {temperature[wrong].min().item()}")
+    else:
+        check_number("temperature", temperature, above=0)
+    if contents_checked(targets) and targets.numel():
+        low, high = torch.aminmax(targets)
+        if low < 0 or high >= size:  # or ignored
+            outside = ((targets < 0) | (targets >= size)) & (targets != ignore_index)
+            if bool(outside.any()):
+                raise IndexError(
+                    f"targets must be in [0, {size}) or ignore_index={ignore_index}, got {targets[outside][0].item()}"
+                )
 
 
 def _logprob_stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, *options: Any) -> Tensor:
@@ -216,12 +242,14 @@ def _module() -> Any:
     return module
 
 
-_OPTIONS = (
+ROW_SCHEMA = (
     "float scalar_temperature, float? softcap, int ignore_index, bool with_entropy, int start, int used, str backend"
 )
-_GRADIENT = "Tensor targets, Tensor? temperature, Tensor kept, Tensor? grad_logprobs, Tensor? grad_entropy, " + _OPTIONS
+_GRADIENT = (
+    "Tensor targets, Tensor? temperature, Tensor kept, Tensor? grad_logprobs, Tensor? grad_entropy, " + ROW_SCHEMA
+)
 _LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
-_LIBRARY.define(f"logprob_stats(Tensor logits, Tensor targets, Tensor? temperature, {_OPTIONS}) -> Tensor")
+_LIBRARY.define(f"logprob_stats(Tensor logits, Tensor targets, Tensor? temperature, {ROW_SCHEMA}) -> Tensor")
 _LIBRARY.define(
     "logprob_combine(Tensor gathered, Tensor targets, Tensor? temperature, float scalar_temperature, "
     "int ignore_index, bool with_entropy, str backend) -> (Tensor, Tensor, Tensor)"

@@ -22,17 +22,9 @@ import torch
 from torch import Tensor
 
 from fastppo.backends import NAMES, resolve
-from fastppo.checks import (
-    INTEGERS,
-    check_choice,
-    check_device,
-    check_like,
-    check_number,
-    check_tensor,
-    contents_checked,
-)
+from fastppo.checks import INTEGERS, check_choice, check_device, check_tensor
 from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
-from fastppo.ops._logprob_ops import RowOptions
+from fastppo.ops._logprob_ops import RowOptions, check_rows
 from fastppo.reference.logprob import logprob as definition
 from fastppo.vocab import VocabShard, gather_stats
 
@@ -192,26 +184,7 @@ def _check(
             )
     elif logits.shape[-1] == 0:
         raise ValueError(f"logits must have at least one column, got shape {list(logits.shape)}")
-    if softcap is not None:
-        check_number("softcap", softcap, above=0)
-    if isinstance(temperature, Tensor):
-        check_tensor("temperature", temperature)
-        check_like("temperature", temperature, "targets", targets)
-        if contents_checked(temperature):
-            wrong = ~(temperature > 0) & (targets != ignore_index)
-            if bool(wrong.any()):
-                raise ValueError(f"temperature must be > 0, got {temperature[wrong].min().item()}")
-    else:
-        check_number("temperature", temperature, above=0)
-    if contents_checked(targets) and targets.numel():
-        size = logits.shape[-1] if vocab is None else vocab.vocab_size
-        low, high = torch.aminmax(targets)
-        if low < 0 or high >= size:  # or ignored
-            outside = ((targets < 0) | (targets >= size)) & (targets != ignore_index)
-            if bool(outside.any()):
-                raise IndexError(
-                    f"targets must be in [0, {size}) or ignore_index={ignore_index}, got {targets[outside][0].item()}"
-                )
+    check_rows(targets, temperature, softcap, ignore_index, logits.shape[-1] if vocab is None else vocab.vocab_size)
     if inplace_backward and logits.requires_grad and torch.is_grad_enabled():
         if logits.is_leaf or (logits._base is not None and logits._base.is_leaf):
             kind = "a leaf" if logits.is_leaf else "a view of one"
