@@ -8,6 +8,7 @@
 #include "common/cpu.h"
 #include "csrc_hash.h"
 #include "gae/gae.h"
+#include "gae/whiten.h"
 #include "logprob/logprob.h"
 
 namespace py = pybind11;
@@ -140,6 +141,24 @@ void logprob_dlogits(const py::tuple& logits, int dtype, uintptr_t targets, uint
   fastppo::logprob_dlogits_cpu(params, grads, num_threads);
 }
 
+void moments(uintptr_t x, uintptr_t mask, int64_t size, uintptr_t moments, int num_threads) {
+  const fastppo::WhitenParams params{
+      pointer<const float>(x), pointer<const int8_t>(mask), size, pointer<fastppo::Moments>(moments), nullptr, 0.0};
+  const py::gil_scoped_release no_gil;
+  fastppo::moments_cpu(params, num_threads);
+}
+
+void whiten(uintptr_t x, uintptr_t mask, int64_t size, uintptr_t moments, uintptr_t out, double eps, int num_threads) {
+  const fastppo::WhitenParams params{pointer<const float>(x),
+                                     pointer<const int8_t>(mask),
+                                     size,
+                                     pointer<fastppo::Moments>(moments),
+                                     pointer<float>(out),
+                                     eps};
+  const py::gil_scoped_release no_gil;
+  fastppo::whiten_cpu(params, num_threads);
+}
+
 // Why this module's CUDA kernels cannot run on `device`; empty where they can.
 std::string cuda_problem(int device) {
 #ifdef FASTPPO_HAS_CUDA
@@ -167,4 +186,8 @@ PYBIND11_MODULE(_C, m) {
         py::arg("returns"), py::arg("out_row_stride"), py::arg("out_time_stride"), py::arg("num_seqs"),
         py::arg("num_steps"), py::arg("gamma"), py::arg("lam"), py::arg("lam_returns"), py::arg("separate_returns"),
         py::arg("num_threads"), py::arg("device"), py::arg("stream"));
+  m.def("moments", &moments, py::arg("x"), py::arg("mask"), py::arg("size"), py::arg("moments"),
+        py::arg("num_threads"));
+  m.def("whiten", &whiten, py::arg("x"), py::arg("mask"), py::arg("size"), py::arg("moments"), py::arg("out"),
+        py::arg("eps"), py::arg("num_threads"));
 }
