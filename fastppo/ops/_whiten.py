@@ -16,7 +16,8 @@ def whiten(x: Tensor, mask: Tensor | None, *, group: "dist.ProcessGroup | None")
     moments = torch.ops.fastppo.moments(x, mask)
     if dist.is_available() and dist.is_initialized():
         moments = _merge(moments, group)
-    return torch.ops.fastppo.apply_moments(x, mask, moments)
+    result: Tensor = torch.ops.fastppo.apply_moments(x, mask, moments)
+    return result
 
 
 def _merge(moments: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
