@@ -145,11 +145,30 @@ def errors(rank: int, size: int, group: Any) -> dict[str, str]:
     return caught
 
 
+def compiled(vocab: VocabShard) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Gradients of hidden and weight, eager and by torch.compile(fullgraph=True)."""
+    head, _ = problem("even", "save")
+
+    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = linear_logprob(hidden, weight, head.targets, vocab=vocab, softcap=5.0)
+        return out.logprobs.sum() + out.entropy.square().sum()
+
+    calls = {"eager": loss, "compiled": torch.compile(loss, fullgraph=True, backend="aot_eager")}
+    results = {}
+    for name, call in calls.items():
+        leaves = [x.clone().requires_grad_() for x in (head.hidden, head.weight[vocab.start : vocab.end])]
+        results[name] = torch.autograd.grad(call(*leaves), leaves)
+    return results
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
     results: dict[Any, Any] = {}
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=30))
+    if rank < 2:
+        results["compile"] = compiled(VocabShard(16 * rank, 16 * (rank + 1), pair, 32))
     usual = _linear.CHUNK_ROWS, _linear.CHUNK_LOGITS_CPU
     for size in SIZES:
         group = dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
@@ -259,6 +278,13 @@ def test_errors_before_the_collective(ranks, size):
         assert caught["padding_target"].startswith("IndexError: targets must be in [0, 7)")
         assert caught["share"].startswith("ValueError: targets must have the shape of all ranks' hidden")
         assert caught["share"].endswith(f"[{4 * size}], got [4]")
+
+
+def test_compiled_whole_equals_eager(ranks):
+    for rank in (0, 1):
+        for name, got, expected in zip(("dhidden", "dweight"), *ranks[rank]["compile"].values(), strict=True):
+            assert_bitwise_equal(name, got, expected)
+            assert bool((expected != 0).any())
 
 
 def test_one_process_without_a_group():

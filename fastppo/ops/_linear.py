@@ -251,13 +251,17 @@ class Gradients:
     def _add_weight(self, dlogits: Tensor, hidden: Tensor, factor: Tensor | None) -> None:
         used, device = self.product.head.used, hidden.device
         total = self.into if self.into is not None else self.dweight
-        if total is None and self.single and factor is None:
-            total = self.dweight = torch.empty(self.shape, dtype=hidden.dtype, device=device)
+        if total is None:  # the first chunk's part is written, not added to zeros
+            dtype = hidden.dtype if self.single and factor is None else self.dtype
+            total = self.dweight = torch.empty(self.shape, dtype=dtype, device=device)
             total[used:] = 0
-            torch.mm(dlogits, hidden, out=total[:used])
+            if dtype == hidden.dtype:
+                torch.mm(dlogits, hidden, out=total[:used])
+            else:
+                total[:used] = torch.mm(dlogits, hidden)
+            if factor is not None:
+                total *= factor
             return
-        if total is None:
-            total = self.dweight = torch.zeros(self.shape, dtype=self.dtype, device=device)
         if factor is None and hidden.dtype == total.dtype:
             total[:used].addmm_(dlogits, hidden)
             return

@@ -351,7 +351,9 @@ class _LinearLoss(torch.autograd.Function):
             ctx.into.add_(dweight.to(torch.float32).mul_(upstream))
             dweight = None
         elif dweight is not None:
-            dweight = dweight.mul_(upstream).to(ctx.dtypes[1])
+            # Widened first: a half's product would be rounded a second time.
+            wide = torch.promote_types(dweight.dtype, ctx.dtypes[1])
+            dweight = dweight.to(wide).mul_(upstream).to(ctx.dtypes[1])
         if dbias is not None:
             dbias = dbias.mul_(upstream).to(ctx.dtypes[2])
         return dhidden, dweight, dbias, None

@@ -172,6 +172,6 @@ def linear_ppo_loss(
         backend=backend,
     )
     # A sequence that is cut into chunks is one sequence all the same.
-    is_seqs = torch.tensor([name == "seqs" for name in PPO_METRICS], device=output.metrics.device)
-    metrics = torch.where(is_seqs, sequences.count(), output.metrics)
+    metrics = output.metrics.clone()
+    metrics[PPO_METRICS.index("seqs")] = sequences.count()
     return output._replace(loss=(output.loss.double() * normaliser).to(output.loss.dtype), metrics=metrics)
