@@ -10,7 +10,7 @@ NAMES = ("auto", "cuda", "triton", "cpu", "torch")
 
 # op -> device type -> its kernels there, best first. "torch" runs everywhere and is what is left.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "logprob": {},
+    "logprob": {"cpu": ("cpu",)},
     "gae": {"cpu": ("cpu",), "cuda": ("cuda",)},
     "ppo_loss": {},
     "value_loss": {},

@@ -460,7 +460,7 @@ def test_compiles_under_autocast_with_auto_memory(memory):
 def test_registered_ops_pass_opcheck(save, per_row):
     head = make_head(5, 9)
     temperature = torch.linspace(0.5, 1, 5) if per_row else None
-    options = (1.0, 5.0, -100, True, 0, 9, torch.float32, torch.float32)
+    options = (1.0, 5.0, -100, True, 0, 9, "auto", torch.float32, torch.float32)
     inputs = (*head[:3], head.targets, temperature)
     stats, logits = torch.ops.fastppo.linear_logprob_stats(*inputs, save, *options)
     torch.library.opcheck(torch.ops.fastppo.linear_logprob_stats, (*inputs, save, *options))

@@ -17,21 +17,13 @@ import torch.multiprocessing as mp
 from fastppo import VocabShard, linear_logprob, linear_loss, linear_ppo_loss
 from fastppo.ops import _linear
 from fastppo.testing import assert_bitwise_equal, make_loss_inputs
+from tests.collectives import Collectives
 from tests.linear import HeadInputs, make_head
 
 SIZES = (1, 2, 4)
 WORLD = 4
 LENGTHS = [5, 1, 6]
 T = sum(LENGTHS)
-COLLECTIVES = (
-    "all_gather_into_tensor",
-    "all_gather",
-    "all_reduce",
-    "reduce_scatter_tensor",
-    "reduce_scatter",
-    "broadcast",
-    "all_to_all_single",
-)
 
 # name -> (vocab_size, rows of weight held, rows per rank by group size). Rows beyond vocab_size are padding.
 SHARDS: dict[str, tuple[int, int, dict[int, list[int]]]] = {
@@ -83,7 +75,9 @@ def loss_fn(logprobs: torch.Tensor, entropy: torch.Tensor, rows: dict[str, torch
     return (rows["a"] * logprobs.square() - 0.2 * entropy).sum() / 7, torch.stack([logprobs.sum(), entropy.sum()])
 
 
-def evaluate(shards: str, case: str, vocab: VocabShard | None, rank: int = 0, size: int = 1) -> dict[str, Any]:
+def evaluate(
+    shards: str, case: str, vocab: VocabShard | None, rank: int = 0, size: int = 1, record: Any = ()
+) -> dict[str, Any]:
     head, upstream = problem(shards, case)
     op, options = CASES[case][0], dict(CASES[case][1])
     start, end = (0, SHARDS[shards][0]) if vocab is None else (vocab.start, vocab.end)
@@ -101,7 +95,7 @@ def evaluate(shards: str, case: str, vocab: VocabShard | None, rank: int = 0, si
     result: dict[str, Any] = {}
     if op == "logprob":
         out = linear_logprob(hidden, weight, head.targets, **options)
-        result["forward"] = len(RECORD)
+        result["forward"] = len(record)
         outputs = [o for o in out if o is not None]
         torch.autograd.backward(outputs, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=False)])
     else:
@@ -118,7 +112,7 @@ def evaluate(shards: str, case: str, vocab: VocabShard | None, rank: int = 0, si
                 cu_seqlens=x.cu_seqlens,
                 **options,
             )
-        result["forward"] = len(RECORD)
+        result["forward"] = len(record)
         (out.loss * 1.5).backward()
         result |= {"loss": out.loss.detach(), "metrics": out.metrics}
     return result | {
@@ -128,11 +122,8 @@ def evaluate(shards: str, case: str, vocab: VocabShard | None, rank: int = 0, si
         "dweight": weight.grad if into is None else into,
         "weight.grad": weight.grad,
         "dbias": bias.grad,
-        "collectives": list(RECORD),
+        "collectives": list(record),
     }
-
-
-RECORD: list[str] = []
 
 
 def errors(rank: int, size: int, group: Any) -> dict[str, str]:
@@ -176,11 +167,8 @@ def worker(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
     results: dict[Any, Any] = {}
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=30))
-    if rank < 2:  # before the collectives are counted: what counts them cannot be traced
+    if rank < 2:
         results["compile"] = compiled(VocabShard(16 * rank, 16 * (rank + 1), pair, 32))
-    for op in COLLECTIVES:
-        original = getattr(dist, op)
-        setattr(dist, op, lambda *a, _op=op, _f=original, **k: (RECORD.append(_op), _f(*a, **k))[1])
     usual = _linear.CHUNK_ROWS, _linear.CHUNK_LOGITS_CPU
     for size in SIZES:
         group = dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
@@ -193,8 +181,8 @@ def worker(rank: int, folder: str) -> None:
                 # Default chunks of a few rows, by the size of the vocabulary: ranks with uneven shards must agree.
                 small = case == "ppo_default_chunks"
                 _linear.CHUNK_ROWS, _linear.CHUNK_LOGITS_CPU = (1, 16) if small else usual
-                RECORD.clear()
-                results[size, shards, case] = evaluate(shards, case, vocab, rank, size)
+                with Collectives() as collectives:
+                    results[size, shards, case] = evaluate(shards, case, vocab, rank, size, collectives.names)
         if size > 1:
             results[size, "errors"] = errors(rank, size, group)
     torch.save(results, os.path.join(folder, f"rank{rank}.pt"))

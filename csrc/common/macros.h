@@ -6,6 +6,6 @@
 
 #if defined(__x86_64__)
 #define FASTPPO_X86 1
-#define FASTPPO_TARGET_AVX2 __attribute__((target("avx2")))
-#define FASTPPO_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#define FASTPPO_TARGET_AVX2 __attribute__((target("avx2,fma")))
+#define FASTPPO_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")))
 #endif

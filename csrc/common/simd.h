@@ -16,13 +16,26 @@ template <>
 struct Simd<4> {
   typedef float Floats __attribute__((vector_size(16)));
   typedef int32_t Flags __attribute__((vector_size(16)));
+  typedef uint32_t Bits __attribute__((vector_size(16)));
+  typedef uint16_t Halves __attribute__((vector_size(8)));
   typedef int8_t Bytes __attribute__((vector_size(4)));
+};
+
+template <>
+struct Simd<8> {
+  typedef float Floats __attribute__((vector_size(32)));
+  typedef int32_t Flags __attribute__((vector_size(32)));
+  typedef uint32_t Bits __attribute__((vector_size(32)));
+  typedef uint16_t Halves __attribute__((vector_size(16)));
+  typedef int8_t Bytes __attribute__((vector_size(8)));
 };
 
 template <>
 struct Simd<16> {
   typedef float Floats __attribute__((vector_size(64)));
   typedef int32_t Flags __attribute__((vector_size(64)));
+  typedef uint32_t Bits __attribute__((vector_size(64)));
+  typedef uint16_t Halves __attribute__((vector_size(32)));
   typedef int8_t Bytes __attribute__((vector_size(16)));
 };
 
@@ -60,6 +73,76 @@ FASTPPO_INLINE Floats4 load4(const float* source) {
 
 FASTPPO_INLINE void store4(float* target, const Floats4& x) {
   std::memcpy(target, &x, sizeof(x));
+}
+
+// LANES neighbours from any address, as float32.
+template <int LANES>
+FASTPPO_INLINE typename Simd<LANES>::Floats load(const float* source) {
+  typename Simd<LANES>::Floats x;
+  std::memcpy(&x, source, sizeof(x));
+  return x;
+}
+
+template <int LANES>
+FASTPPO_INLINE typename Simd<LANES>::Bits load_halves(const void* source) {
+  typename Simd<LANES>::Halves x;
+  std::memcpy(&x, source, sizeof(x));
+  return __builtin_convertvector(x, typename Simd<LANES>::Bits);
+}
+
+template <int LANES>
+FASTPPO_INLINE typename Simd<LANES>::Floats load(const BFloat16* source) {
+  return (typename Simd<LANES>::Floats)(load_halves<LANES>(source) << 16);
+}
+
+// The arithmetic of to_float(Half), lane by lane.
+template <int LANES>
+FASTPPO_INLINE typename Simd<LANES>::Floats load(const Half* source) {
+  using Floats = typename Simd<LANES>::Floats;
+  using Bits = typename Simd<LANES>::Bits;
+  const Bits x = load_halves<LANES>(source);
+  const Bits magnitude = (x & 0x7fffu) << 13;
+  const Bits exponent = magnitude & 0x0f800000u;
+  const Bits rebias = Bits{} + (112u << 23);
+  const Bits normal = magnitude + (exponent == 0x0f800000u ? 2 * rebias : rebias);
+  const Floats small = (Floats)(magnitude + (113u << 23)) - bits_to_float(113u << 23);
+  return (Floats)(((x & 0x8000u) << 16) | (exponent == 0u ? (Bits)small : normal));
+}
+
+template <int LANES>
+FASTPPO_INLINE void store(float* target, const typename Simd<LANES>::Floats& x) {
+  std::memcpy(target, &x, sizeof(x));
+}
+
+template <int LANES>
+FASTPPO_INLINE void store_halves(void* target, const typename Simd<LANES>::Bits& bits) {
+  const typename Simd<LANES>::Halves x = __builtin_convertvector(bits, typename Simd<LANES>::Halves);
+  std::memcpy(target, &x, sizeof(x));
+}
+
+// Rounded to the nearest, ties to even; NaN stays NaN.
+template <int LANES>
+FASTPPO_INLINE void store(BFloat16* target, const typename Simd<LANES>::Floats& x) {
+  using Bits = typename Simd<LANES>::Bits;
+  const Bits bits = (Bits)x;
+  const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  store_halves<LANES>(target, x == x ? rounded : Bits{} + 0x7fc0u);
+}
+
+// Rounded to the nearest, ties to even; beyond 65504 to infinity; NaN stays NaN.
+template <int LANES>
+FASTPPO_INLINE void store(Half* target, const typename Simd<LANES>::Floats& x) {
+  using Floats = typename Simd<LANES>::Floats;
+  using Bits = typename Simd<LANES>::Bits;
+  const Bits bits = (Bits)x;
+  const Bits magnitude = bits & 0x7fffffffu;
+  const Bits normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Adding 0.5 leaves |x| in units of 2^-24, a subnormal's own, in the low bits, rounded by the addition.
+  const Bits subnormal = (Bits)((Floats)magnitude + 0.5f) - 0x3f000000u;
+  Bits half = magnitude < (113u << 23) ? subnormal : normal;
+  half = magnitude >= 0x477ff000u ? Bits{} + 0x7c00u : half;
+  half = x == x ? half : Bits{} + 0x7e00u;
+  store_halves<LANES>(target, half | ((bits >> 16) & 0x8000u));
 }
 
 }  // namespace fastppo

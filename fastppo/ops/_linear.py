@@ -12,21 +12,25 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-import fastppo.ops._logprob_rows  # noqa: F401  registers torch.ops.fastppo.logprob_*
-from fastppo.backends import resolve
+from fastppo.backends import NAMES
 from fastppo.checks import (
     INTEGERS,
     check_choice,
     check_device,
     check_like,
-    check_number,
     check_tensor,
-    contents_checked,
 )
-from fastppo.vocab import NOT_HERE, VocabShard, combine_stats, gather_stats
+from fastppo.ops._logprob_ops import ROW_SCHEMA, RowOptions, check_rows
+from fastppo.vocab import (
+    NOT_HERE,
+    VocabShard,
+    gather_rows,
+    gather_stats,
+    sum_and_scatter_rows,
+    sum_over_ranks,
+)
 
 CHUNK_ROWS = 256
 CHUNK_LOGITS_CPU = 1 << 23
@@ -43,52 +47,67 @@ class Head(NamedTuple):
     with_entropy: bool
     start: int  # id of this rank's first column
     used: int  # this rank's columns that are real ids
+    backend: str  # of the row kernels
     product: torch.dtype  # of the operands of every product
     logits: torch.dtype
 
+    @property
+    def sums(self) -> torch.dtype:
+        return torch.float64 if self.product == torch.float64 else torch.float32
 
-HEAD_SCHEMA = (
-    "float scalar_temperature, float? softcap, int ignore_index, bool with_entropy, int start, int used, "
-    "ScalarType product, ScalarType logits_dtype"
-)
+
+HEAD_SCHEMA = f"{ROW_SCHEMA}, ScalarType product, ScalarType logits_dtype"
+
+
+def row_options(head: Head) -> RowOptions:
+    return RowOptions(*head[:7])
 
 
 def row_stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, head: Head) -> Tensor:
     """[n, 4] statistics of this rank's columns; the one place here that calls the row kernel's forward."""
-    stats: Tensor = torch.ops.fastppo.logprob_stats(logits, targets, temperature, *head[:6])
+    stats: Tensor = torch.ops.fastppo.logprob_stats(logits, targets, temperature, *row_options(head))
     return stats
 
 
 def write_dlogits(
-    logits: Tensor, targets: Tensor, temperature: Tensor | None, stats: Tensor, upstream: Tensor, head: Head
+    logits: Tensor, targets: Tensor, temperature: Tensor | None, kept: Tensor, upstream: Tensor, head: Head
 ) -> None:
     """The logits become their gradient; the one place here that calls the row kernel's backward."""
-    torch.ops.fastppo.logprob_dlogits_(logits, targets, temperature, stats, upstream, *head[:6])
+    grad_logprobs, grad_entropy = upstream.unbind(1)
+    torch.ops.fastppo.logprob_dlogits_(
+        logits,
+        targets,
+        temperature,
+        kept,
+        grad_logprobs,
+        grad_entropy if head.with_entropy else None,
+        *row_options(head),
+    )
 
 
 def whole_stats(
     local: Tensor, targets: Tensor, temperature: Tensor | None, head: Head, vocab: VocabShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's statistics -> logprobs, entropy (of no use without with_entropy) and what the backward needs."""
-    divisor = head.temperature if temperature is None else temperature.to(local.dtype)
-    m, s, t, zy = combine_stats(gather_stats(local, vocab), divisor).unbind(-1)
-    ignored = targets == head.ignore_index
-    log_s, d_y = s.log(), (zy - m) / divisor
-    logprobs = torch.where(ignored, 0.0, d_y - log_s)
-    entropy = torch.where(ignored, 0.0, log_s - t / s)
-    return logprobs, entropy, torch.stack((m, s, t / s, d_y), -1)
+    """This rank's statistics -> logprobs, entropy (empty without with_entropy) and what the backward needs."""
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.fastppo.logprob_combine(
+        gather_stats(local, vocab),
+        targets,
+        temperature,
+        head.temperature,
+        head.ignore_index,
+        head.with_entropy,
+        head.backend,
+    )
+    return result
 
 
 def no_stats(targets: Tensor, dtype: torch.dtype) -> Tensor:
     """[N, 4] of rows that are not read, and of a rank without columns."""
     stats = torch.zeros(targets.numel(), 4, dtype=dtype, device=targets.device)
     stats[:, 0] = -torch.inf
+    stats[:, 1] = -1
     stats[:, 3] = NOT_HERE
     return stats
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -189,7 +208,7 @@ class Gradients:
         weight_grad_into: Tensor | None = None,
     ):
         self.product, self.needs_weight, self.needs_bias = product, weight, bias
-        self.dtype = accumulator(product.head.product)
+        self.dtype = product.head.sums
         self.dhidden = None if dhidden is None else torch.zeros(hidden.shape, dtype=dhidden, device=hidden.device)
         self.dweight: Tensor | None = None
         self.into = weight_grad_into
@@ -262,14 +281,14 @@ class Gradients:
 
 
 def is_sharded(vocab: VocabShard | None) -> bool:
-    return vocab is not None and vocab.group is not None and dist.get_world_size(vocab.group) > 1
+    return vocab is not None and vocab.ranks > 1
 
 
 def columns_of_a_rank(head: Head, vocab: VocabShard | None) -> int:
     """About how many columns each rank has: the same number on all, so that all make the same chunks."""
     if vocab is None or not is_sharded(vocab):
         return head.used
-    return -(-vocab.vocab_size // dist.get_world_size(vocab.group))
+    return -(-vocab.vocab_size // vocab.ranks)
 
 
 def gathers_hidden(vocab: VocabShard | None, reduce_dhidden: str) -> bool:
@@ -278,10 +297,7 @@ def gathers_hidden(vocab: VocabShard | None, reduce_dhidden: str) -> bool:
 
 def gather_hidden(hidden: Tensor, vocab: VocabShard) -> Tensor:
     """[N / ranks, D] of each rank -> [N, D]."""
-    whole = hidden.new_empty(hidden.shape[0] * dist.get_world_size(vocab.group), hidden.shape[1])
-    if whole.numel():
-        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=vocab.group)
-    return whole
+    return gather_rows(hidden, vocab) if hidden.numel() else hidden
 
 
 def reduce_partial(dhidden: Tensor, vocab: VocabShard | None, reduce_dhidden: str) -> Tensor:
@@ -289,12 +305,7 @@ def reduce_partial(dhidden: Tensor, vocab: VocabShard | None, reduce_dhidden: st
     if reduce_dhidden == "none" or not is_sharded(vocab) or dhidden.numel() == 0:
         return dhidden
     assert vocab is not None
-    if reduce_dhidden == "all_reduce":
-        dist.all_reduce(dhidden, group=vocab.group)
-        return dhidden
-    share = dhidden.new_empty(dhidden.shape[0] // dist.get_world_size(vocab.group), dhidden.shape[1])
-    dist.reduce_scatter_tensor(share, dhidden, group=vocab.group)
-    return share
+    return sum_over_ranks(dhidden, vocab) if reduce_dhidden == "all_reduce" else sum_and_scatter_rows(dhidden, vocab)
 
 
 # -- the door ---------------------------------------------------------------------------------------------------------
@@ -337,7 +348,7 @@ def check_head(
         if not expected:
             raise ValueError("hidden must have shape [N / ranks, ..., D] with reduce_dhidden='reduce_scatter', got [D]")
         assert vocab is not None
-        expected[0] *= dist.get_world_size(vocab.group)
+        expected[0] *= vocab.ranks
     if list(targets.shape) != expected:
         what = "the shape of all ranks' hidden" if shared else "hidden's shape"
         raise ValueError(f"targets must have {what} without the last dimension, {expected}, got {list(targets.shape)}")
@@ -360,25 +371,9 @@ def check_head(
         check_tensor("weight_grad_into", weight_grad_into, (torch.float32,))
         check_like("weight_grad_into", weight_grad_into, "weight", weight)
     check_choice("logits_dtype", logits_dtype, (None, torch.float16, torch.bfloat16, torch.float32, torch.float64))
-    if softcap is not None:
-        check_number("softcap", softcap, above=0)
-    used = targets != ignore_index
-    if isinstance(temperature, Tensor):
-        check_tensor("temperature", temperature)
-        check_like("temperature", temperature, "targets", targets)
-        if contents_checked(temperature) and not bool((temperature > 0).logical_or(~used).all()):
-            raise ValueError(f"temperature must be > 0, got {temperature[used].min().item()}")
-    else:
-        check_number("temperature", temperature, above=0)
-    if contents_checked(targets):
-        size = width if vocab is None else vocab.vocab_size
-        outside = ((targets < 0) | (targets >= size)) & used
-        if bool(outside.any()):
-            raise IndexError(
-                f"targets must be in [0, {size}) or ignore_index={ignore_index}, got {targets[outside][0].item()}"
-            )
+    check_rows(targets, temperature, softcap, ignore_index, width if vocab is None else vocab.vocab_size)
     product = product_dtype(hidden, weight)
-    resolve("logprob", backend, hidden.device, product)
+    check_choice("backend", backend, NAMES)
     head = Head(
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         None if softcap is None else float(softcap),
@@ -386,6 +381,7 @@ def check_head(
         with_entropy,
         0 if vocab is None else vocab.start,
         width if vocab is None else vocab.used,
+        backend,
         product,
         product if logits_dtype is None else logits_dtype,
     )

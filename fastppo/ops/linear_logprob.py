@@ -22,7 +22,6 @@ from fastppo.ops._linear import (
     Gradients,
     Head,
     Product,
-    accumulator,
     check_head,
     chunk_rows,
     chunks,
@@ -165,7 +164,7 @@ class _LinearLogprob(torch.autograd.Function):
             flat = gathered = gather_hidden(flat, vocab)
         local, logits = torch.ops.fastppo.linear_logprob_stats(flat, weight, bias, targets, temperature, save, *head)
         logprobs, entropy, stats = whole_stats(local, targets, temperature, head, vocab)
-        return logprobs, entropy if head.with_entropy else entropy.new_empty(0), stats, logits, gathered
+        return logprobs, entropy, stats, logits, gathered
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -238,7 +237,7 @@ def _stats(
 ) -> tuple[Tensor, Tensor]:
     """[N, 4] local statistics and, if saved, the logits [N, used]: those of the rows that are read come first."""
     head = Head(*options)
-    stats = no_stats(targets, accumulator(head.product))
+    stats = no_stats(targets, head.sums)
     rows = _read_rows(targets, head.ignore_index)
     count = count_of(rows)
     size = chunk_rows(count, head.used, targets.device)
@@ -279,7 +278,7 @@ def _backward(
         product,
         hidden,
         -(-count // size),
-        dhidden=(accumulator(head.product) if partial else hidden.dtype) if needs[0] else None,
+        dhidden=(head.sums if partial else hidden.dtype) if needs[0] else None,
         weight=needs[1],
         bias=needs[2],
         weight_grad_into=weight_grad_into,
@@ -339,7 +338,7 @@ def _(hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, temperature: A
     head = Head(*options)
     shape = (targets.numel(), head.used) if save else (0,)
     return (
-        hidden.new_empty(targets.numel(), 4, dtype=accumulator(head.product)),
+        hidden.new_empty(targets.numel(), 4, dtype=head.sums),
         hidden.new_empty(shape, dtype=head.logits),
     )
 
@@ -360,7 +359,7 @@ def _(
     *options: Any,
 ) -> Any:
     head = Head(*options)
-    dtype = accumulator(head.product) if partial else hidden.dtype
+    dtype = head.sums if partial else hidden.dtype
     return (
         hidden.new_empty(hidden.shape, dtype=dtype) if needs[0] else stats.new_empty(0),
         torch.empty_like(weight, memory_format=torch.contiguous_format)

@@ -36,7 +36,6 @@ from fastppo.ops._linear import (
     Head,
     Inputs,
     Product,
-    accumulator,
     check_head,
     chunk_rows,
     chunks,
@@ -275,7 +274,7 @@ class _LinearLoss(torch.autograd.Function):
             weight=work.needs[1],
             bias=work.needs[2],
         )
-        dtype = accumulator(head.product)
+        dtype = head.sums
         logprobs = torch.zeros(work.inputs.targets.numel(), dtype=dtype, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         buffer = hidden.new_empty(max(p.stop - p.start for p in parts), head.used, dtype=head.logits)
@@ -288,8 +287,10 @@ class _LinearLoss(torch.autograd.Function):
         def statistics(index: slice | Tensor, block: Tensor) -> Tensor:
             targets, temperature = take(work.inputs.targets, index), take_optional(work.inputs.temperature, index)
             local = row_stats(block, targets, temperature, head)
-            logprobs[index], entropy[index], stats = whole_stats(local, targets, temperature, head, work.vocab)
-            return stats
+            logprobs[index], of_rows, kept = whole_stats(local, targets, temperature, head, work.vocab)
+            if head.with_entropy:
+                entropy[index] = of_rows
+            return kept
 
         def coefficients(index: slice | Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, bool]:
             return _coefficients(
@@ -453,7 +454,7 @@ def _chosen(selected: Tensor, num_rows: int | None) -> slice | Tensor:
 
 
 def _dhidden_dtype(hidden: Tensor, head: Head, vocab: VocabShard | None) -> torch.dtype:
-    return accumulator(head.product) if is_sharded(vocab) else hidden.dtype
+    return head.sums if is_sharded(vocab) else hidden.dtype
 
 
 def _check_row(name: str, value: object, targets: Tensor) -> None:
