@@ -19,7 +19,7 @@ from typing import Any
 import machine
 import pytest
 import torch
-from measure import Pair, RatioClock, peak_mib
+from measure import Pair, RatioClock, keep_freed_memory, peak_mib
 
 BUDGET_S = {False: 3.0, True: 1.0}  # seconds of measuring a row; True: with --quick
 # Of the target, what a row must reach with --quick. The machine may be shared, and a fault costs more than half.
@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Its table would call ratios seconds; ours below replaces it.
     config.option.benchmark_quiet = True
     config.stash[ROWS] = []
+    keep_freed_memory()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

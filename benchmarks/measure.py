@@ -1,13 +1,13 @@
 """How two callables are timed against each other, and how much memory one needs. What is reported is their ratio:
 absolute times differ between machines and drift on one, the ratio of two calls made a moment apart does not."""
 
+import contextlib
 import ctypes
 import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class Pair:
         return self.ours.seconds[-1] / self.peer.seconds[-1]
 
 
-@contextmanager
+@contextlib.contextmanager
 def garbage_kept() -> Iterator[None]:
     """No collection inside, as pytest-benchmark and timeit do it; whatever it was before afterwards."""
     was = gc.isenabled()
@@ -112,6 +112,19 @@ def garbage_kept() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def keep_freed_memory() -> None:
+    """glibc hands no freed memory back to the system in this process, so that results of megabytes reuse pages.
+
+    By default it does or does not, depending on what lies beside them on the heap; where it does, a thousand page
+    faults per call, of either side, take longer than the kernels that are compared.
+    """
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_max, 0)
 
 
 def peak_mib(call: Callable[[], Any]) -> float | None:

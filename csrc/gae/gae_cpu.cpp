@@ -13,6 +13,7 @@
 // Legend: b sequence, t position in time, j position within a tile (t = start + j).
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "common/cpu.h"
 #include "common/macros.h"
@@ -23,14 +24,10 @@
 namespace fastppo {
 namespace {
 
-constexpr int kLanes = 16;
 constexpr int kSteps = 128;
+constexpr int kMaxLanes = 16;
 constexpr int64_t kMinTokensPerBlock = 16384;  // below this a thread costs more to wake than it saves
 constexpr int kBlocksPerThread = 8;            // so that a thread that is late leaves work to the others
-
-using Floats = Simd<kLanes>::Floats;
-using Flags = Simd<kLanes>::Flags;
-using Bytes = Simd<kLanes>::Bytes;
 
 template <typename T>
 FASTPPO_INLINE const T* address(const GaeTensor& x, int64_t b, int64_t t) {
@@ -48,40 +45,19 @@ FASTPPO_INLINE float load_float(const GaeTensor& x, int64_t b, int64_t t) {
   }
 }
 
-// kLanes bytes as flags: all ones where not 0. In two steps, for each of which every instruction set has an
-// instruction; for one from 8 to 32 bits GCC takes the bytes apart.
-FASTPPO_INLINE Flags load_flags(const void* source) {
-  typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
-  Bytes bytes;
-  std::memcpy(&bytes, source, sizeof(bytes));
-  return __builtin_convertvector(__builtin_convertvector(bytes != 0, Shorts), Flags);
-}
-
-FASTPPO_INLINE Flags load_flags(const int32_t* source) {
-  Flags flags;
-  std::memcpy(&flags, source, sizeof(flags));
-  return flags;
-}
-
-// a where a flag is set, else b: of bits, because GCC takes a select of vectors of 64 bytes apart where flags come from
-// memory.
-FASTPPO_INLINE Floats select(const Flags& flags, const Floats& a, const Floats& b) {
-  return (Floats)(((Flags)a & flags) | ((Flags)b & ~flags));
-}
-
 // A tile of one sequence, ascending in time. Vectors are computed whole; a position that the tile does not have is
 // unselected.
 struct Tile {
   alignas(64) float rewards[kSteps];
-  alignas(64) float values[kSteps + kLanes];  // and one more: the next value of the last position
+  alignas(64) float values[kSteps + kMaxLanes];  // and one more: the next value of the last position
   alignas(64) float bootstrap[kSteps];
   alignas(64) float deltas[kSteps];  // then advantages
   alignas(64) float factors[kSteps];
   alignas(64) float deltas_returns[kSteps];  // then advantages under the lambda of the returns
   alignas(64) float factors_returns[kSteps];
-  alignas(64) int32_t kept[kSteps];              // 0 where acc does not pass, else all ones
-  alignas(64) int32_t flags[kSteps];             // `selected` of those vectors that are selected in part
-  alignas(64) int8_t selected[kSteps + kLanes];  // all ones or 0; and one more: all ones
+  alignas(64) int32_t kept[kSteps];                 // 0 where acc does not pass, else all ones
+  alignas(64) int32_t flags[kSteps];                // `selected` of those vectors that are selected in part
+  alignas(64) int8_t selected[kSteps + kMaxLanes];  // all ones or 0; and one more: all ones
   alignas(64) int8_t terminated[kSteps];
   alignas(64) int8_t truncated[kSteps];
 };
@@ -99,352 +75,386 @@ struct Slot {
 
 enum class Selected { kNone, kSome, kAll };
 
-FASTPPO_INLINE Selected selected_of(const int8_t* bytes) {
-  uint64_t words[2];
-  std::memcpy(words, bytes, sizeof(words));
-  if ((words[0] | words[1]) == 0) return Selected::kNone;
-  return (words[0] & words[1]) == ~uint64_t{0} ? Selected::kAll : Selected::kSome;
-}
+// The kernel in vectors of kLanes: of the width that the instruction set has, because GCC keeps wider ones in memory.
+template <int kLanes>
+struct Kernel {
+  using Floats = typename Simd<kLanes>::Floats;
+  using Flags = typename Simd<kLanes>::Flags;
+  using Bytes = typename Simd<kLanes>::Bytes;
 
-FASTPPO_INLINE int whole_vectors(int n) {
-  return (n + kLanes - 1) / kLanes * kLanes;
-}
-
-template <typename T>
-FASTPPO_INLINE void copy(const T* source, int64_t stride, int n, float* target) {
-  int j = 0;
-  for (; stride == 1 && j + kLanes <= n; j += kLanes) store<kLanes>(target + j, load<kLanes>(source + j));
-  for (; j < n; ++j) target[j] = to_float(source[j * stride]);
-}
-
-// Positions t to t + n of a float input, as float32.
-FASTPPO_INLINE void copy_floats(const GaeTensor& x, int64_t b, int64_t t, int n, float* target) {
-  switch (x.dtype) {
-    case Dtype::kFloat32:
-      return copy(address<float>(x, b, t), x.time_stride, n, target);
-    case Dtype::kFloat16:
-      return copy(address<Half>(x, b, t), x.time_stride, n, target);
-    case Dtype::kBFloat16:
-      return copy(address<BFloat16>(x, b, t), x.time_stride, n, target);
-  }
-}
-
-// Positions t to t + n of flags, as all ones where not 0 and 0 where 0, and 0 up to a whole vector.
-FASTPPO_INLINE void copy_flags(const GaeTensor& x, int64_t b, int64_t t, int n, int8_t* target) {
-  const int8_t* source = address<int8_t>(x, b, t);
-  int j = 0;
-  for (; x.time_stride == 1 && j + kLanes <= n; j += kLanes) {
+  // kLanes bytes as flags: all ones where not 0. In two steps, for each of which every instruction set has an
+  // instruction; for one from 8 to 32 bits GCC takes the bytes apart.
+  static FASTPPO_INLINE Flags load_flags(const void* source) {
+    typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
     Bytes bytes;
-    std::memcpy(&bytes, source + j, sizeof(bytes));
-    bytes = bytes != 0;
-    std::memcpy(target + j, &bytes, sizeof(bytes));
-  }
-  for (; j < n; ++j) target[j] = source[j * x.time_stride] != 0 ? -1 : 0;
-  for (; j % kLanes != 0; ++j) target[j] = 0;
-}
-
-// The next values of a vector of positions of which some are unselected, or are followed by one that is. Bits are
-// blended, because a branch would be mispredicted wherever a mask is irregular.
-FASTPPO_INLINE void walk_next_values(const int8_t* selected, const float* values, float* next, int32_t* flags,
-                                     float& next_value) {
-  uint32_t carried;
-  std::memcpy(&carried, &next_value, sizeof(carried));
-  for (int k = kLanes - 1; k >= 0; --k) {
-    uint32_t value;
-    std::memcpy(&value, values + k, sizeof(value));
-    const uint32_t flag = static_cast<uint32_t>(static_cast<int32_t>(selected[k]));
-    std::memcpy(next + k, &carried, sizeof(carried));
-    flags[k] = static_cast<int32_t>(flag);
-    carried ^= (carried ^ value) & flag;
-  }
-  std::memcpy(&next_value, &carried, sizeof(carried));
-}
-
-FASTPPO_INLINE void fill(const GaeParams& p, Slot& slot, Tile& tile) {
-  // The short tile, if there is one, is the last in time.
-  const int rest = static_cast<int>(slot.left % kSteps);
-  const int n = slot.n = rest != 0 ? rest : kSteps;
-  const int64_t t = slot.start + slot.left - n;
-  const int whole = whole_vectors(n);
-  if (p.mask.data != nullptr) {
-    copy_flags(p.mask, slot.b, t, n, tile.selected);
-  } else {
-    std::memset(tile.selected, -1, n);
-    std::memset(tile.selected + n, 0, whole - n);
-  }
-  tile.selected[whole] = -1;
-  copy_floats(p.values, slot.b, t, n, tile.values);
-  tile.values[whole] = slot.next_value;
-  const float* rewards = tile.rewards;
-  if (p.rewards.dtype == Dtype::kFloat32 && p.rewards.time_stride == 1 && n == whole) {
-    rewards = address<float>(p.rewards, slot.b, t);
-  } else {
-    copy_floats(p.rewards, slot.b, t, n, tile.rewards);
-  }
-  const bool terminated = p.terminated.data != nullptr, truncated = p.truncated.data != nullptr;
-  if (terminated) copy_flags(p.terminated, slot.b, t, n, tile.terminated);
-  if (truncated) {
-    copy_flags(p.truncated, slot.b, t, n, tile.truncated);
-    copy_floats(p.bootstrap_values, slot.b, t, n, tile.bootstrap);
+    std::memcpy(&bytes, source, sizeof(bytes));
+    return __builtin_convertvector(__builtin_convertvector(bytes != 0, Shorts), Flags);
   }
 
-  const Floats zero = {}, one = zero + 1.0f, gamma = zero + p.gamma;
-  const Floats factor = zero + slot.factor, factor_returns = zero + slot.factor_returns;
-  float next_value = slot.next_value;
-  for (int j = whole - kLanes; j >= 0; j -= kLanes) {
-    const Selected kind = selected_of(tile.selected + j);
-    Floats delta = -zero;
-    Flags selected = {}, cut = {};
-    if (kind != Selected::kNone) {
-      Floats next;
-      selected = selected == 0;
-      if (kind == Selected::kAll && tile.selected[j + kLanes] != 0) {
-        next = load<kLanes>(tile.values + j + 1);
-        next_value = tile.values[j];
+  static FASTPPO_INLINE Flags load_flags(const int32_t* source) {
+    Flags flags;
+    std::memcpy(&flags, source, sizeof(flags));
+    return flags;
+  }
+
+  // a where a flag is set, else b: of bits, because GCC takes a select of vectors of 64 bytes apart where flags come
+  // from memory.
+  static FASTPPO_INLINE Floats select(const Flags& flags, const Floats& a, const Floats& b) {
+    return (Floats)(((Flags)a & flags) | ((Flags)b & ~flags));
+  }
+
+  static FASTPPO_INLINE Selected selected_of(const int8_t* bytes) {
+    // Whole words, of which there are one or two, or half a one.
+    using Word = std::conditional_t<kLanes == 4, uint32_t, uint64_t>;
+    Word words[kLanes / sizeof(Word)];
+    std::memcpy(words, bytes, sizeof(words));
+    Word any = 0, all = ~Word{0};
+    for (const Word word : words) {
+      any |= word;
+      all &= word;
+    }
+    if (any == 0) return Selected::kNone;
+    return all == ~Word{0} ? Selected::kAll : Selected::kSome;
+  }
+
+  static FASTPPO_INLINE int whole_vectors(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+  template <typename T>
+  static FASTPPO_INLINE void copy(const T* source, int64_t stride, int n, float* target) {
+    int j = 0;
+    for (; stride == 1 && j + kLanes <= n; j += kLanes) store<kLanes>(target + j, load<kLanes>(source + j));
+    for (; j < n; ++j) target[j] = to_float(source[j * stride]);
+  }
+
+  // Positions t to t + n of a float input, as float32.
+  static FASTPPO_INLINE void copy_floats(const GaeTensor& x, int64_t b, int64_t t, int n, float* target) {
+    switch (x.dtype) {
+      case Dtype::kFloat32:
+        return copy(address<float>(x, b, t), x.time_stride, n, target);
+      case Dtype::kFloat16:
+        return copy(address<Half>(x, b, t), x.time_stride, n, target);
+      case Dtype::kBFloat16:
+        return copy(address<BFloat16>(x, b, t), x.time_stride, n, target);
+    }
+  }
+
+  // Positions t to t + n of flags, as all ones where not 0 and 0 where 0, and 0 up to a whole vector.
+  static FASTPPO_INLINE void copy_flags(const GaeTensor& x, int64_t b, int64_t t, int n, int8_t* target) {
+    const int8_t* source = address<int8_t>(x, b, t);
+    int j = 0;
+    for (; x.time_stride == 1 && j + kLanes <= n; j += kLanes) {
+      Bytes bytes;
+      std::memcpy(&bytes, source + j, sizeof(bytes));
+      bytes = bytes != 0;
+      std::memcpy(target + j, &bytes, sizeof(bytes));
+    }
+    for (; j < n; ++j) target[j] = source[j * x.time_stride] != 0 ? -1 : 0;
+    for (; j % kLanes != 0; ++j) target[j] = 0;
+  }
+
+  // The next values of a vector of positions of which some are unselected, or are followed by one that is. Bits are
+  // blended, because a branch would be mispredicted wherever a mask is irregular.
+  static FASTPPO_INLINE void walk_next_values(const int8_t* selected, const float* values, float* next, int32_t* flags,
+                                              float& next_value) {
+    uint32_t carried;
+    std::memcpy(&carried, &next_value, sizeof(carried));
+    for (int k = kLanes - 1; k >= 0; --k) {
+      uint32_t value;
+      std::memcpy(&value, values + k, sizeof(value));
+      const uint32_t flag = static_cast<uint32_t>(static_cast<int32_t>(selected[k]));
+      std::memcpy(next + k, &carried, sizeof(carried));
+      flags[k] = static_cast<int32_t>(flag);
+      carried ^= (carried ^ value) & flag;
+    }
+    std::memcpy(&next_value, &carried, sizeof(carried));
+  }
+
+  static FASTPPO_INLINE void fill(const GaeParams& p, Slot& slot, Tile& tile) {
+    // The short tile, if there is one, is the last in time.
+    const int rest = static_cast<int>(slot.left % kSteps);
+    const int n = slot.n = rest != 0 ? rest : kSteps;
+    const int64_t t = slot.start + slot.left - n;
+    const int whole = whole_vectors(n);
+    if (p.mask.data != nullptr) {
+      copy_flags(p.mask, slot.b, t, n, tile.selected);
+    } else {
+      std::memset(tile.selected, -1, n);
+      std::memset(tile.selected + n, 0, whole - n);
+    }
+    tile.selected[whole] = -1;
+    copy_floats(p.values, slot.b, t, n, tile.values);
+    tile.values[whole] = slot.next_value;
+    const float* rewards = tile.rewards;
+    if (p.rewards.dtype == Dtype::kFloat32 && p.rewards.time_stride == 1 && n == whole) {
+      rewards = address<float>(p.rewards, slot.b, t);
+    } else {
+      copy_floats(p.rewards, slot.b, t, n, tile.rewards);
+    }
+    const bool terminated = p.terminated.data != nullptr, truncated = p.truncated.data != nullptr;
+    if (terminated) copy_flags(p.terminated, slot.b, t, n, tile.terminated);
+    if (truncated) {
+      copy_flags(p.truncated, slot.b, t, n, tile.truncated);
+      copy_floats(p.bootstrap_values, slot.b, t, n, tile.bootstrap);
+    }
+
+    const Floats zero = {}, one = zero + 1.0f, gamma = zero + p.gamma;
+    const Floats factor = zero + slot.factor, factor_returns = zero + slot.factor_returns;
+    float next_value = slot.next_value;
+    for (int j = whole - kLanes; j >= 0; j -= kLanes) {
+      const Selected kind = selected_of(tile.selected + j);
+      Floats delta = -zero;
+      Flags selected = {}, cut = {};
+      if (kind != Selected::kNone) {
+        Floats next;
+        selected = selected == 0;
+        if (kind == Selected::kAll && tile.selected[j + kLanes] != 0) {
+          next = load<kLanes>(tile.values + j + 1);
+          next_value = tile.values[j];
+        } else {
+          alignas(64) float walked[kLanes];
+          walk_next_values(tile.selected + j, tile.values + j, walked, tile.flags + j, next_value);
+          next = load<kLanes>(walked);
+          selected = load_flags(tile.flags + j);
+        }
+        if (truncated) {
+          cut = load_flags(tile.truncated + j);
+          next = select(cut, load<kLanes>(tile.bootstrap + j), next);
+        }
+        if (terminated) {
+          const Flags ended = load_flags(tile.terminated + j);
+          next = select(ended, zero, next);
+          cut |= ended;
+        }
+        delta = load<kLanes>(rewards + j) + gamma * next - load<kLanes>(tile.values + j);
+        if (kind == Selected::kSome) delta = select(selected, delta, -zero);
+      }
+      store<kLanes>(tile.deltas + j, delta);
+      store<kLanes>(tile.factors + j, select(selected, factor, one));
+      if (p.separate_returns) {
+        store<kLanes>(tile.deltas_returns + j, delta);
+        store<kLanes>(tile.factors_returns + j, select(selected, factor_returns, one));
+      }
+      if (terminated || truncated) {
+        const Flags kept = ~(cut & selected);
+        std::memcpy(tile.kept + j, &kept, sizeof(kept));
+      }
+    }
+    slot.next_value = next_value;
+  }
+
+  // acc = delta + factor * acc for all slots side by side, from position `steps` down; deltas become accs.
+  template <int SLOTS, float (Tile::*DELTAS)[kSteps], float (Tile::*FACTORS)[kSteps], float Slot::* ACC>
+  static FASTPPO_INLINE void chain(Slot* slots, Tile* tiles, int steps) {
+    float acc[SLOTS];
+    for (int i = 0; i < SLOTS; ++i) acc[i] = slots[i].*ACC;
+    for (int j = steps - 1; j >= 0; --j) {
+#pragma GCC unroll 8
+      for (int i = 0; i < SLOTS; ++i) {
+        acc[i] = (tiles[i].*DELTAS)[j] + (tiles[i].*FACTORS)[j] * acc[i];
+        (tiles[i].*DELTAS)[j] = acc[i];
+      }
+    }
+    for (int i = 0; i < SLOTS; ++i) slots[i].*ACC = acc[i];
+  }
+
+  // The same where acc does not pass everywhere. It is stopped by a mask of bits, not by a product, because it may be
+  // NaN; in vectors, of which lane 0 alone counts, because bits of a scalar would travel through other registers.
+  template <int SLOTS, float (Tile::*DELTAS)[kSteps], float (Tile::*FACTORS)[kSteps], float Slot::* ACC>
+  static FASTPPO_INLINE void chain_with_cuts(Slot* slots, Tile* tiles, int steps) {
+    Floats4 acc[SLOTS];
+    for (int i = 0; i < SLOTS; ++i) acc[i] = Floats4{slots[i].*ACC};
+    for (int j = steps - 1; j >= 0; --j) {
+#pragma GCC unroll 8
+      for (int i = 0; i < SLOTS; ++i) {
+        const Simd<4>::Flags carried = (Simd<4>::Flags)acc[i] & Simd<4>::Flags{tiles[i].kept[j]};
+        acc[i] = Floats4{(tiles[i].*DELTAS)[j]} + Floats4{(tiles[i].*FACTORS)[j]} * (Floats4)carried;
+        (tiles[i].*DELTAS)[j] = acc[i][0];
+      }
+    }
+    for (int i = 0; i < SLOTS; ++i) slots[i].*ACC = acc[i][0];
+  }
+
+  // What a slot's tile is shorter by than the others', as unselected positions.
+  static FASTPPO_INLINE void pad(Tile& tile, int n, int steps) {
+    for (int j = whole_vectors(n); j < steps; ++j) {
+      tile.deltas[j] = tile.deltas_returns[j] = -0.0f;
+      tile.factors[j] = tile.factors_returns[j] = 1.0f;
+      tile.kept[j] = -1;
+    }
+  }
+
+  static FASTPPO_INLINE void store_row(const float* row, int n, float* out, int64_t time_stride) {
+    for (int j = 0; j < n; ++j) out[j * time_stride] = row[j];
+  }
+
+  static FASTPPO_INLINE void emit(const GaeParams& p, const Slot& slot, Tile& tile) {
+    const int64_t t = slot.start + slot.left - slot.n;
+    const int64_t offset = slot.b * p.out_row_stride + t * p.out_time_stride;
+    const bool direct = p.out_time_stride == 1 && slot.n % kLanes == 0;
+    float* advantages = direct ? p.advantages + offset : tile.deltas;
+    float* returns = direct ? p.returns + offset : tile.rewards;
+    const float* of_returns = p.separate_returns ? tile.deltas_returns : tile.deltas;
+    const Floats zero = {};
+    for (int j = 0; j < slot.n; j += kLanes) {
+      const Selected kind = selected_of(tile.selected + j);
+      Floats advantage = zero, sum = zero;
+      if (kind != Selected::kNone) {
+        advantage = load<kLanes>(tile.deltas + j);
+        sum = load<kLanes>(of_returns + j) + load<kLanes>(tile.values + j);
+      }
+      if (kind == Selected::kSome) {
+        const Flags selected = load_flags(tile.flags + j);
+        advantage = select(selected, advantage, zero);
+        sum = select(selected, sum, zero);
+      }
+      store<kLanes>(advantages + j, advantage);
+      store<kLanes>(returns + j, sum);
+    }
+    if (direct) return;
+    store_row(advantages, slot.n, p.advantages + offset, p.out_time_stride);
+    store_row(returns, slot.n, p.returns + offset, p.out_time_stride);
+  }
+
+  // Sequence b from its end.
+  static FASTPPO_INLINE void begin(const GaeParams& p, int64_t b, Slot& slot) {
+    int64_t start = 0, stop = p.num_steps;
+    if (p.cu_seqlens != nullptr && p.cu_seqlens_int64) {
+      start = static_cast<const int64_t*>(p.cu_seqlens)[b];
+      stop = static_cast<const int64_t*>(p.cu_seqlens)[b + 1];
+    } else if (p.cu_seqlens != nullptr) {
+      start = static_cast<const int32_t*>(p.cu_seqlens)[b];
+      stop = static_cast<const int32_t*>(p.cu_seqlens)[b + 1];
+    }
+    slot = Slot{};
+    slot.b = b;
+    slot.start = start;
+    slot.left = stop - start;
+    slot.factor = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b] : p.lam);
+    slot.factor_returns = p.gamma * (p.lam_returns_per_seq != nullptr ? p.lam_returns_per_seq[b] : p.lam_returns);
+    if (p.final_values.data != nullptr) slot.next_value = load_float(p.final_values, b, 0);
+  }
+
+  // Sequences b to end.
+  template <int SLOTS>
+  static FASTPPO_INLINE void walk_slots(const GaeParams& p, int64_t b, int64_t end) {
+    const bool cuts = p.terminated.data != nullptr || p.truncated.data != nullptr;
+    Slot slots[SLOTS] = {};
+    Tile tiles[SLOTS];
+    for (;;) {
+      int steps = 0;
+#pragma GCC unroll 1
+      for (int i = 0; i < SLOTS; ++i) {
+        slots[i].left -= slots[i].n;
+        slots[i].n = 0;
+        while (slots[i].left == 0 && b < end) begin(p, b++, slots[i]);
+        if (slots[i].left > 0) fill(p, slots[i], tiles[i]);
+        steps = std::max(steps, whole_vectors(slots[i].n));
+      }
+      if (steps == 0) return;
+#pragma GCC unroll 1
+      for (int i = 0; i < SLOTS; ++i) pad(tiles[i], slots[i].n, steps);
+      if (cuts) {
+        chain_with_cuts<SLOTS, &Tile::deltas, &Tile::factors, &Slot::acc>(slots, tiles, steps);
       } else {
-        alignas(64) float walked[kLanes];
-        walk_next_values(tile.selected + j, tile.values + j, walked, tile.flags + j, next_value);
-        next = load<kLanes>(walked);
-        selected = load_flags(tile.flags + j);
+        chain<SLOTS, &Tile::deltas, &Tile::factors, &Slot::acc>(slots, tiles, steps);
       }
-      if (truncated) {
-        cut = load_flags(tile.truncated + j);
-        next = select(cut, load<kLanes>(tile.bootstrap + j), next);
+      if (p.separate_returns && cuts) {
+        chain_with_cuts<SLOTS, &Tile::deltas_returns, &Tile::factors_returns, &Slot::acc_returns>(slots, tiles, steps);
+      } else if (p.separate_returns) {
+        chain<SLOTS, &Tile::deltas_returns, &Tile::factors_returns, &Slot::acc_returns>(slots, tiles, steps);
       }
-      if (terminated) {
-        const Flags ended = load_flags(tile.terminated + j);
+#pragma GCC unroll 1
+      for (int i = 0; i < SLOTS; ++i) emit(p, slots[i], tiles[i]);
+    }
+  }
+
+  // Positions t of kLanes sequences from b on, which lie side by side in memory.
+  static FASTPPO_INLINE Floats load_floats(const GaeTensor& x, int64_t b, int64_t t) {
+    switch (x.dtype) {
+      case Dtype::kFloat16:
+        return load<kLanes>(address<Half>(x, b, t));
+      case Dtype::kBFloat16:
+        return load<kLanes>(address<BFloat16>(x, b, t));
+      default:
+        return load<kLanes>(address<float>(x, b, t));
+    }
+  }
+
+  // Those sequences, one per lane.
+  static FASTPPO_INLINE void walk_lanes(const GaeParams& p, int64_t b) {
+    const Floats zero = {}, gamma = zero + p.gamma;
+    Floats factor, factor_returns, acc = zero, acc_returns = zero, next_value = zero;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      factor[lane] = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b + lane] : p.lam);
+      factor_returns[lane] =
+          p.gamma * (p.lam_returns_per_seq != nullptr ? p.lam_returns_per_seq[b + lane] : p.lam_returns);
+      if (p.final_values.data != nullptr) next_value[lane] = load_float(p.final_values, b + lane, 0);
+    }
+    for (int64_t t = p.num_steps - 1; t >= 0; --t) {
+      const Floats reward = load_floats(p.rewards, b, t), value = load_floats(p.values, b, t);
+      const Flags selected = p.mask.data != nullptr ? load_flags(address<int8_t>(p.mask, b, t)) : Flags{} == 0;
+      Floats next = next_value;
+      Flags cut = {};
+      if (p.truncated.data != nullptr) {
+        cut = load_flags(address<int8_t>(p.truncated, b, t));
+        next = select(cut, load_floats(p.bootstrap_values, b, t), next);
+      }
+      if (p.terminated.data != nullptr) {
+        const Flags ended = load_flags(address<int8_t>(p.terminated, b, t));
         next = select(ended, zero, next);
         cut |= ended;
       }
-      delta = load<kLanes>(rewards + j) + gamma * next - load<kLanes>(tile.values + j);
-      if (kind == Selected::kSome) delta = select(selected, delta, -zero);
-    }
-    store<kLanes>(tile.deltas + j, delta);
-    store<kLanes>(tile.factors + j, select(selected, factor, one));
-    if (p.separate_returns) {
-      store<kLanes>(tile.deltas_returns + j, delta);
-      store<kLanes>(tile.factors_returns + j, select(selected, factor_returns, one));
-    }
-    if (terminated || truncated) {
-      const Flags kept = ~(cut & selected);
-      std::memcpy(tile.kept + j, &kept, sizeof(kept));
+      const Floats delta = reward + gamma * next - value;
+      const Floats advantage = delta + factor * select(cut, zero, acc);
+      Floats of_returns = advantage;
+      if (p.separate_returns) {
+        of_returns = delta + factor_returns * select(cut, zero, acc_returns);
+        acc_returns = select(selected, of_returns, acc_returns);
+      }
+      acc = select(selected, advantage, acc);
+      next_value = select(selected, value, next_value);
+      const int64_t offset = b + t * p.out_time_stride;
+      store<kLanes>(p.advantages + offset, select(selected, advantage, zero));
+      store<kLanes>(p.returns + offset, select(selected, of_returns + value, zero));
     }
   }
-  slot.next_value = next_value;
-}
 
-// acc = delta + factor * acc for all slots side by side, from position `steps` down; deltas become accs.
-template <int SLOTS, float (Tile::*DELTAS)[kSteps], float (Tile::*FACTORS)[kSteps], float Slot::* ACC>
-FASTPPO_INLINE void chain(Slot* slots, Tile* tiles, int steps) {
-  float acc[SLOTS];
-  for (int i = 0; i < SLOTS; ++i) acc[i] = slots[i].*ACC;
-  for (int j = steps - 1; j >= 0; --j) {
-#pragma GCC unroll 8
-    for (int i = 0; i < SLOTS; ++i) {
-      acc[i] = (tiles[i].*DELTAS)[j] + (tiles[i].*FACTORS)[j] * acc[i];
-      (tiles[i].*DELTAS)[j] = acc[i];
+  // Sequences b to end.
+  static FASTPPO_INLINE void walk(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
+    for (; side_by_side && b + kLanes <= end; b += kLanes) walk_lanes(p, b);
+    if (end - b > 4) {
+      walk_slots<8>(p, b, end);
+    } else if (end - b > 0) {
+      walk_slots<4>(p, b, end);
     }
   }
-  for (int i = 0; i < SLOTS; ++i) slots[i].*ACC = acc[i];
-}
-
-// The same where acc does not pass everywhere. It is stopped by a mask of bits, not by a product, because it may be
-// NaN; in vectors, of which lane 0 alone counts, because bits of a scalar would travel through other registers.
-template <int SLOTS, float (Tile::*DELTAS)[kSteps], float (Tile::*FACTORS)[kSteps], float Slot::* ACC>
-FASTPPO_INLINE void chain_with_cuts(Slot* slots, Tile* tiles, int steps) {
-  Floats4 acc[SLOTS];
-  for (int i = 0; i < SLOTS; ++i) acc[i] = Floats4{slots[i].*ACC};
-  for (int j = steps - 1; j >= 0; --j) {
-#pragma GCC unroll 8
-    for (int i = 0; i < SLOTS; ++i) {
-      const Simd<4>::Flags carried = (Simd<4>::Flags)acc[i] & Simd<4>::Flags{tiles[i].kept[j]};
-      acc[i] = Floats4{(tiles[i].*DELTAS)[j]} + Floats4{(tiles[i].*FACTORS)[j]} * (Floats4)carried;
-      (tiles[i].*DELTAS)[j] = acc[i][0];
-    }
-  }
-  for (int i = 0; i < SLOTS; ++i) slots[i].*ACC = acc[i][0];
-}
-
-// What a slot's tile is shorter by than the others', as unselected positions.
-FASTPPO_INLINE void pad(Tile& tile, int n, int steps) {
-  for (int j = whole_vectors(n); j < steps; ++j) {
-    tile.deltas[j] = tile.deltas_returns[j] = -0.0f;
-    tile.factors[j] = tile.factors_returns[j] = 1.0f;
-    tile.kept[j] = -1;
-  }
-}
-
-FASTPPO_INLINE void store_row(const float* row, int n, float* out, int64_t time_stride) {
-  for (int j = 0; j < n; ++j) out[j * time_stride] = row[j];
-}
-
-FASTPPO_INLINE void emit(const GaeParams& p, const Slot& slot, Tile& tile) {
-  const int64_t t = slot.start + slot.left - slot.n;
-  const int64_t offset = slot.b * p.out_row_stride + t * p.out_time_stride;
-  const bool direct = p.out_time_stride == 1 && slot.n % kLanes == 0;
-  float* advantages = direct ? p.advantages + offset : tile.deltas;
-  float* returns = direct ? p.returns + offset : tile.rewards;
-  const float* of_returns = p.separate_returns ? tile.deltas_returns : tile.deltas;
-  const Floats zero = {};
-  for (int j = 0; j < slot.n; j += kLanes) {
-    const Selected kind = selected_of(tile.selected + j);
-    Floats advantage = zero, sum = zero;
-    if (kind != Selected::kNone) {
-      advantage = load<kLanes>(tile.deltas + j);
-      sum = load<kLanes>(of_returns + j) + load<kLanes>(tile.values + j);
-    }
-    if (kind == Selected::kSome) {
-      const Flags selected = load_flags(tile.flags + j);
-      advantage = select(selected, advantage, zero);
-      sum = select(selected, sum, zero);
-    }
-    store<kLanes>(advantages + j, advantage);
-    store<kLanes>(returns + j, sum);
-  }
-  if (direct) return;
-  store_row(advantages, slot.n, p.advantages + offset, p.out_time_stride);
-  store_row(returns, slot.n, p.returns + offset, p.out_time_stride);
-}
-
-// Sequence b from its end.
-FASTPPO_INLINE void begin(const GaeParams& p, int64_t b, Slot& slot) {
-  int64_t start = 0, stop = p.num_steps;
-  if (p.cu_seqlens != nullptr && p.cu_seqlens_int64) {
-    start = static_cast<const int64_t*>(p.cu_seqlens)[b];
-    stop = static_cast<const int64_t*>(p.cu_seqlens)[b + 1];
-  } else if (p.cu_seqlens != nullptr) {
-    start = static_cast<const int32_t*>(p.cu_seqlens)[b];
-    stop = static_cast<const int32_t*>(p.cu_seqlens)[b + 1];
-  }
-  slot = Slot{};
-  slot.b = b;
-  slot.start = start;
-  slot.left = stop - start;
-  slot.factor = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b] : p.lam);
-  slot.factor_returns = p.gamma * (p.lam_returns_per_seq != nullptr ? p.lam_returns_per_seq[b] : p.lam_returns);
-  if (p.final_values.data != nullptr) slot.next_value = load_float(p.final_values, b, 0);
-}
-
-// Sequences b to end.
-template <int SLOTS>
-FASTPPO_INLINE void walk_slots(const GaeParams& p, int64_t b, int64_t end) {
-  const bool cuts = p.terminated.data != nullptr || p.truncated.data != nullptr;
-  Slot slots[SLOTS] = {};
-  Tile tiles[SLOTS];
-  for (;;) {
-    int steps = 0;
-#pragma GCC unroll 1
-    for (int i = 0; i < SLOTS; ++i) {
-      slots[i].left -= slots[i].n;
-      slots[i].n = 0;
-      while (slots[i].left == 0 && b < end) begin(p, b++, slots[i]);
-      if (slots[i].left > 0) fill(p, slots[i], tiles[i]);
-      steps = std::max(steps, whole_vectors(slots[i].n));
-    }
-    if (steps == 0) return;
-#pragma GCC unroll 1
-    for (int i = 0; i < SLOTS; ++i) pad(tiles[i], slots[i].n, steps);
-    if (cuts) {
-      chain_with_cuts<SLOTS, &Tile::deltas, &Tile::factors, &Slot::acc>(slots, tiles, steps);
-    } else {
-      chain<SLOTS, &Tile::deltas, &Tile::factors, &Slot::acc>(slots, tiles, steps);
-    }
-    if (p.separate_returns && cuts) {
-      chain_with_cuts<SLOTS, &Tile::deltas_returns, &Tile::factors_returns, &Slot::acc_returns>(slots, tiles, steps);
-    } else if (p.separate_returns) {
-      chain<SLOTS, &Tile::deltas_returns, &Tile::factors_returns, &Slot::acc_returns>(slots, tiles, steps);
-    }
-#pragma GCC unroll 1
-    for (int i = 0; i < SLOTS; ++i) emit(p, slots[i], tiles[i]);
-  }
-}
-
-// Positions t of kLanes sequences from b on, which lie side by side in memory.
-FASTPPO_INLINE Floats load_floats(const GaeTensor& x, int64_t b, int64_t t) {
-  switch (x.dtype) {
-    case Dtype::kFloat16:
-      return load<kLanes>(address<Half>(x, b, t));
-    case Dtype::kBFloat16:
-      return load<kLanes>(address<BFloat16>(x, b, t));
-    default:
-      return load<kLanes>(address<float>(x, b, t));
-  }
-}
-
-// Those sequences, one per lane.
-FASTPPO_INLINE void walk_lanes(const GaeParams& p, int64_t b) {
-  const Floats zero = {}, gamma = zero + p.gamma;
-  Floats factor, factor_returns, acc = zero, acc_returns = zero, next_value = zero;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    factor[lane] = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b + lane] : p.lam);
-    factor_returns[lane] =
-        p.gamma * (p.lam_returns_per_seq != nullptr ? p.lam_returns_per_seq[b + lane] : p.lam_returns);
-    if (p.final_values.data != nullptr) next_value[lane] = load_float(p.final_values, b + lane, 0);
-  }
-  for (int64_t t = p.num_steps - 1; t >= 0; --t) {
-    const Floats reward = load_floats(p.rewards, b, t), value = load_floats(p.values, b, t);
-    const Flags selected = p.mask.data != nullptr ? load_flags(address<int8_t>(p.mask, b, t)) : Flags{} == 0;
-    Floats next = next_value;
-    Flags cut = {};
-    if (p.truncated.data != nullptr) {
-      cut = load_flags(address<int8_t>(p.truncated, b, t));
-      next = select(cut, load_floats(p.bootstrap_values, b, t), next);
-    }
-    if (p.terminated.data != nullptr) {
-      const Flags ended = load_flags(address<int8_t>(p.terminated, b, t));
-      next = select(ended, zero, next);
-      cut |= ended;
-    }
-    const Floats delta = reward + gamma * next - value;
-    const Floats advantage = delta + factor * select(cut, zero, acc);
-    Floats of_returns = advantage;
-    if (p.separate_returns) {
-      of_returns = delta + factor_returns * select(cut, zero, acc_returns);
-      acc_returns = select(selected, of_returns, acc_returns);
-    }
-    acc = select(selected, advantage, acc);
-    next_value = select(selected, value, next_value);
-    const int64_t offset = b + t * p.out_time_stride;
-    store<kLanes>(p.advantages + offset, select(selected, advantage, zero));
-    store<kLanes>(p.returns + offset, select(selected, of_returns + value, zero));
-  }
-}
+};
 
 // Whether sequences lie side by side in every tensor.
 bool time_major(const GaeParams& p) {
   const auto fits = [](const GaeTensor& x) { return x.data == nullptr || x.row_stride == 1; };
-  return p.cu_seqlens == nullptr && p.num_seqs >= kLanes && p.out_row_stride == 1 && fits(p.rewards) &&
+  return p.cu_seqlens == nullptr && p.num_seqs >= kMaxLanes && p.out_row_stride == 1 && fits(p.rewards) &&
          fits(p.values) && fits(p.mask) && fits(p.terminated) && fits(p.truncated) && fits(p.bootstrap_values);
 }
 
-// Sequences b to end.
-FASTPPO_INLINE void walk(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
-  for (; side_by_side && b + kLanes <= end; b += kLanes) walk_lanes(p, b);
-  if (end - b > 4) {
-    walk_slots<8>(p, b, end);
-  } else if (end - b > 0) {
-    walk_slots<4>(p, b, end);
-  }
-}
-
 void walk_baseline(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
-  walk(p, b, end, side_by_side);
+  Kernel<4>::walk(p, b, end, side_by_side);
 }
 
 #ifdef FASTPPO_X86
 FASTPPO_TARGET_AVX2 void walk_avx2(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
-  walk(p, b, end, side_by_side);
+  Kernel<8>::walk(p, b, end, side_by_side);
 }
 
 FASTPPO_TARGET_AVX512 void walk_avx512(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
-  walk(p, b, end, side_by_side);
+  Kernel<16>::walk(p, b, end, side_by_side);
 }
 #endif
 
 // The first sequence of a block of `blocks`: an equal share of the positions, or of the lanes' groups.
 int64_t first_of_block(const GaeParams& p, int64_t block, int64_t blocks, bool side_by_side) {
   if (p.cu_seqlens == nullptr) {
-    const int64_t unit = side_by_side ? kLanes : 1;
+    const int64_t unit = side_by_side ? kMaxLanes : 1;
     const int64_t units = (p.num_seqs + unit - 1) / unit;
     return std::min(block * units / blocks * unit, p.num_seqs);
   }
