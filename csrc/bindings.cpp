@@ -10,6 +10,8 @@
 #include "gae/gae.h"
 #include "gae/whiten.h"
 #include "logprob/logprob.h"
+#include "ppo_loss/ppo_loss.h"
+#include "value_loss/value_loss.h"
 
 namespace py = pybind11;
 
@@ -159,6 +161,91 @@ void whiten(uintptr_t x, uintptr_t mask, int64_t size, uintptr_t moments, uintpt
   fastppo::whiten_cpu(params, num_threads);
 }
 
+// (address, row stride, column stride, dtype code), or None.
+fastppo::TokenTensor token_tensor(const py::object& x) {
+  const GaeTensor fields = gae_tensor(x);
+  return {fields.data, fields.row_stride, fields.time_stride, fields.dtype};
+}
+
+// (address, int64 or not, B), or None where the sequences are the rows or, with one row of T, unknown.
+fastppo::TokenSequences token_sequences(const py::object& cu_seqlens, const fastppo::TokenShape& shape,
+                                        bool rows_are_sequences) {
+  if (cu_seqlens.is_none()) return {nullptr, false, rows_are_sequences ? shape.rows : 0, shape.cols};
+  const py::tuple fields = cu_seqlens.cast<py::tuple>();
+  return {pointer<const void>(fields[0].cast<uintptr_t>()), fields[1].cast<bool>(), fields[2].cast<int64_t>(),
+          shape.cols};
+}
+
+void ppo_loss(int64_t rows, int64_t cols, const py::object& logprobs, const py::object& old_logprobs,
+              const py::object& advantages, const py::object& mask, const py::object& entropy,
+              const py::object& ref_logprobs, const py::object& rollout_logprobs, const py::object& nll_mask,
+              const py::object& cu_seqlens, bool rows_are_sequences, int loss_type, int kl_type, bool kl_pathwise,
+              int correction, int aggregation, double clip_low, double clip_high, double dual_clip, double sapo_tau,
+              double sapo_tau_other, double ent_coef, double kl_coef, double is_low, double is_high, double nll_coef,
+              double norm, double num_tokens, double num_seqs, double num_nll_tokens, uintptr_t grad,
+              uintptr_t entropy_grad, uintptr_t nll_grad, uintptr_t loss, uintptr_t scale, uintptr_t nll_scale,
+              uintptr_t metrics, int num_threads) {
+  fastppo::PpoLossParams params;
+  params.shape = {rows, cols};
+  params.logprobs = token_tensor(logprobs);
+  params.old_logprobs = token_tensor(old_logprobs);
+  params.advantages = token_tensor(advantages);
+  params.mask = token_tensor(mask);
+  params.entropy = token_tensor(entropy);
+  params.ref_logprobs = token_tensor(ref_logprobs);
+  params.rollout_logprobs = token_tensor(rollout_logprobs);
+  params.nll_mask = token_tensor(nll_mask);
+  params.sequences = token_sequences(cu_seqlens, params.shape, rows_are_sequences);
+  params.loss_type = static_cast<fastppo::LossType>(loss_type);
+  params.kl_type = static_cast<fastppo::KlType>(kl_type);
+  params.kl_pathwise = kl_pathwise;
+  params.correction = static_cast<fastppo::Correction>(correction);
+  params.normaliser = {static_cast<fastppo::Aggregation>(aggregation), num_tokens, num_seqs, norm};
+  params.ratio_low = static_cast<float>(1 - clip_low);
+  params.ratio_high = static_cast<float>(1 + clip_high);
+  params.log_ratio_low = static_cast<float>(-clip_low);
+  params.log_ratio_high = static_cast<float>(clip_high);
+  params.dual_clip = static_cast<float>(dual_clip);
+  params.sapo_tau[0] = static_cast<float>(sapo_tau);
+  params.sapo_tau[1] = static_cast<float>(sapo_tau_other);
+  params.ent_coef = ent_coef;
+  params.kl_coef = kl_coef;
+  params.is_bounds[0] = static_cast<float>(is_low);
+  params.is_bounds[1] = static_cast<float>(is_high);
+  params.nll_coef = nll_coef;
+  params.num_nll_tokens = num_nll_tokens;
+  params.grad = pointer<float>(grad);
+  params.entropy_grad = pointer<float>(entropy_grad);
+  params.nll_grad = pointer<float>(nll_grad);
+  params.loss = pointer<float>(loss);
+  params.scale = pointer<float>(scale);
+  params.nll_scale = pointer<float>(nll_scale);
+  params.metrics = pointer<double>(metrics);
+  const py::gil_scoped_release no_gil;
+  fastppo::ppo_loss_cpu(params, num_threads);
+}
+
+void value_loss(int64_t rows, int64_t cols, const py::object& values, const py::object& old_values,
+                const py::object& returns, const py::object& mask, const py::object& cu_seqlens,
+                bool rows_are_sequences, int aggregation, double clip_eps, double norm, double num_tokens,
+                double num_seqs, uintptr_t grad, uintptr_t loss, uintptr_t scale, uintptr_t metrics, int num_threads) {
+  fastppo::ValueLossParams params;
+  params.shape = {rows, cols};
+  params.values = token_tensor(values);
+  params.old_values = token_tensor(old_values);
+  params.returns = token_tensor(returns);
+  params.mask = token_tensor(mask);
+  params.sequences = token_sequences(cu_seqlens, params.shape, rows_are_sequences);
+  params.normaliser = {static_cast<fastppo::Aggregation>(aggregation), num_tokens, num_seqs, norm};
+  params.clip_eps = static_cast<float>(clip_eps);
+  params.grad = pointer<float>(grad);
+  params.loss = pointer<float>(loss);
+  params.scale = pointer<float>(scale);
+  params.metrics = pointer<double>(metrics);
+  const py::gil_scoped_release no_gil;
+  fastppo::value_loss_cpu(params, num_threads);
+}
+
 // Why this module's CUDA kernels cannot run on `device`; empty where they can.
 std::string cuda_problem(int device) {
 #ifdef FASTPPO_HAS_CUDA
@@ -190,4 +277,17 @@ PYBIND11_MODULE(_C, m) {
         py::arg("num_threads"));
   m.def("whiten", &whiten, py::arg("x"), py::arg("mask"), py::arg("size"), py::arg("moments"), py::arg("out"),
         py::arg("eps"), py::arg("num_threads"));
+  m.def("ppo_loss", &ppo_loss, py::arg("rows"), py::arg("cols"), py::arg("logprobs"), py::arg("old_logprobs"),
+        py::arg("advantages"), py::arg("mask"), py::arg("entropy"), py::arg("ref_logprobs"),
+        py::arg("rollout_logprobs"), py::arg("nll_mask"), py::arg("cu_seqlens"), py::arg("rows_are_sequences"),
+        py::arg("loss_type"), py::arg("kl_type"), py::arg("kl_pathwise"), py::arg("correction"), py::arg("aggregation"),
+        py::arg("clip_low"), py::arg("clip_high"), py::arg("dual_clip"), py::arg("sapo_tau"), py::arg("sapo_tau_other"),
+        py::arg("ent_coef"), py::arg("kl_coef"), py::arg("is_low"), py::arg("is_high"), py::arg("nll_coef"),
+        py::arg("norm"), py::arg("num_tokens"), py::arg("num_seqs"), py::arg("num_nll_tokens"), py::arg("grad"),
+        py::arg("entropy_grad"), py::arg("nll_grad"), py::arg("loss"), py::arg("scale"), py::arg("nll_scale"),
+        py::arg("metrics"), py::arg("num_threads"));
+  m.def("value_loss", &value_loss, py::arg("rows"), py::arg("cols"), py::arg("values"), py::arg("old_values"),
+        py::arg("returns"), py::arg("mask"), py::arg("cu_seqlens"), py::arg("rows_are_sequences"),
+        py::arg("aggregation"), py::arg("clip_eps"), py::arg("norm"), py::arg("num_tokens"), py::arg("num_seqs"),
+        py::arg("grad"), py::arg("loss"), py::arg("scale"), py::arg("metrics"), py::arg("num_threads"));
 }

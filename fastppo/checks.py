@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -50,9 +51,10 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 def check_number(
     name: str, value: object, *, above: float | None = None, at_least: float | None = None, below: float | None = None
 ) -> None:
-    """A finite Python number within the given bounds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    """A finite number within the given bounds, Python's or numpy's."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    value = float(value)
     wanted = [f"> {above}"] * (above is not None) + [f">= {at_least}"] * (at_least is not None)
     wanted += [f"< {below}"] * (below is not None)
     inside = (
@@ -64,6 +66,14 @@ def check_number(
     )
     if not inside:
         raise ValueError(f"{name} must be a finite number{' ' if wanted else ''}{' and '.join(wanted)}, got {value}")
+
+
+def check_pair(name: str, value: object, meaning: str) -> None:
+    """A tuple or list of two, whose numbers are checked next."""
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name} must be {meaning}, got {type(value).__name__}")
+    if len(value) != 2:
+        raise ValueError(f"{name} must be {meaning}, got {value}")
 
 
 def refuse_double_backward(op: str) -> None:

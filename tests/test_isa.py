@@ -14,7 +14,7 @@ LOWER = ORDER[: ORDER.index(_C.cpu_isa())]
 
 
 @pytest.mark.parametrize("isa", LOWER)
-@pytest.mark.parametrize("tests", ["test_logprob.py", "test_logprob_grid.py"])
+@pytest.mark.parametrize("tests", ["test_logprob.py", "test_logprob_grid.py", "test_loss_grid.py"])
 def test_numbers(tests, isa):
     script = f"""
 import sys, pytest, fastppo._C

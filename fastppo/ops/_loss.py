@@ -72,6 +72,22 @@ def check_count(name: str, value: float | Tensor | None, tokens: Tensor) -> None
         check_number(name, value, at_least=0)
 
 
+class Kept(NamedTuple):
+    """What a forward leaves: results, and the gradients of the sums before their normalisers."""
+
+    loss: Tensor  # scalar
+    metrics: Tensor
+    scale: Tensor  # scalar: the normaliser of the sum
+    nll_scale: Tensor | None  # scalar: that of the NLL term
+    grad: Tensor | None  # d(sum)/d logprobs or values
+    entropy_grad: Tensor | None
+    nll_grad: Tensor | None
+
+
+def wants_grad(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad and torch.is_grad_enabled()
+
+
 def loss_of_sums(
     op: str,
     sums: Callable[[Tensor, Tensor | None], Sums],
@@ -82,60 +98,71 @@ def loss_of_sums(
     plain: bool,
 ) -> LossOutput:
     """The normalised loss, differentiable in x and entropy: by the formula if `plain`, else by gradients kept."""
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, entropy))
     # torch.compile derives and fuses the formula's gradient itself, and cannot look into gradients taken in a
     # forward.
-    if plain or not wanted or torch.compiler.is_compiling():
+    if plain or not (wants_grad(x) or wants_grad(entropy)) or torch.compiler.is_compiling():
         result = sums(x, entropy)
         return LossOutput(normalised(result).to(dtype), result.metrics)
-    loss, metrics, *_ = _KeptGradients.apply(x, entropy, sums, dtype, op)
-    return LossOutput(loss, metrics)
+    return loss_of_kept(op, lambda x, entropy: _kept_by_formula(sums, x, entropy, dtype), x, entropy)
+
+
+def loss_of_kept(
+    op: str, forward: Callable[[Tensor, Tensor | None], Kept], x: Tensor, entropy: Tensor | None = None
+) -> LossOutput:
+    """The loss that `forward` computes together with its gradients, differentiable in x and entropy."""
+    if wants_grad(x) or wants_grad(entropy):
+        loss, metrics, *_ = _KeptGradients.apply(x, entropy, forward, op)
+        return LossOutput(loss, metrics)
+    return LossOutput(*forward(x, entropy)[:2])
+
+
+def _kept_by_formula(
+    sums: Callable[[Tensor, Tensor | None], Sums], x: Tensor, entropy: Tensor | None, dtype: torch.dtype
+) -> Kept:
+    with torch.enable_grad():
+        x = x.detach().to(dtype).requires_grad_()
+        inputs = [x]
+        if entropy is not None:
+            entropy = entropy.detach().to(dtype).requires_grad_()
+            inputs.append(entropy)
+        result = sums(x, entropy)
+        grads = torch.autograd.grad(result.total, inputs, retain_graph=result.nll_total is not None, allow_unused=True)
+        nll_grad = None
+        if result.nll_total is not None:
+            (nll_grad,) = torch.autograd.grad(result.nll_total, [x])
+    return Kept(
+        normalised(result).detach().to(dtype),
+        result.metrics,
+        result.scale.to(dtype),
+        None if result.nll_scale is None else result.nll_scale.to(dtype),
+        grads[0],
+        grads[1] if entropy is not None else None,
+        nll_grad,
+    )
 
 
 class _KeptGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        x: Tensor, entropy: Tensor | None, sums: Callable[[Tensor, Tensor | None], Sums], dtype: torch.dtype, op: str
+        x: Tensor, entropy: Tensor | None, forward: Callable[[Tensor, Tensor | None], Kept], op: str
     ) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            x = x.detach().to(dtype).requires_grad_()
-            inputs = [x]
-            if entropy is not None:
-                entropy = entropy.detach().to(dtype).requires_grad_()
-                inputs.append(entropy)
-            result = sums(x, entropy)
-            kept = torch.autograd.grad(
-                result.total, inputs, retain_graph=result.nll_total is not None, allow_unused=True
-            )
-            nll_kept = None
-            if result.nll_total is not None:
-                (nll_kept,) = torch.autograd.grad(result.nll_total, [x])
-        loss = normalised(result).detach().to(dtype)
-        return (
-            loss,
-            result.metrics,
-            result.scale.to(dtype),
-            kept[0],
-            kept[1] if entropy is not None else None,
-            nll_kept,
-            None if result.nll_scale is None else result.nll_scale.to(dtype),
-        )
+        return tuple(forward(x, entropy))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        x, entropy, _, _, ctx.op = inputs
+        x, entropy, _, ctx.op = inputs
         ctx.dtypes = (x.dtype, None if entropy is None else entropy.dtype)
         ctx.mark_non_differentiable(*(t for t in output[1:] if t is not None))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output[2:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         refuse_double_backward(ctx.op)
         upstream = grads[0]
         if upstream is None:
-            return None, None, None, None, None
-        scale, kept, entropy_kept, nll_kept, nll_scale = ctx.saved_tensors
+            return None, None, None, None
+        scale, nll_scale, kept, entropy_kept, nll_kept = ctx.saved_tensors
         factor = upstream * scale
         grad = None if kept is None else kept * factor
         if nll_kept is not None:
@@ -147,5 +174,55 @@ class _KeptGradients(torch.autograd.Function):
             None if grad_entropy is None else grad_entropy.to(ctx.dtypes[1]),
             None,
             None,
-            None,
         )
+
+
+# --- What a kernel is handed; csrc/common/token_blocks.h --------------------------------------------------------------
+
+# The order of csrc/common/dtype.h.
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# A byte of these is 0 exactly where the element is, so a kernel reads them as they are.
+_BYTE_FLAGS = (torch.bool, torch.uint8, torch.int8)
+
+Strided = tuple[int, int, int, int]
+
+
+def split_count(count: float | Tensor | None) -> tuple[float, Tensor | None]:
+    """A count as a registered op takes it: a number (-1: of this call) and a tensor that overrides it."""
+    if isinstance(count, Tensor):
+        return -1.0, count
+    return (-1.0 if count is None else float(count)), None
+
+
+def read_count(number: float, tensor: Tensor | None) -> float:
+    return number if tensor is None else max(float(tensor), 0.0)
+
+
+def strided(x: Tensor | None) -> Strided | None:
+    """Address, row stride, column stride, dtype code."""
+    if x is None:
+        return None
+    strides = x.stride()
+    return (x.data_ptr(), 0 if len(strides) == 1 else strides[0], strides[-1], _DTYPE_CODES.get(x.dtype, 0))
+
+
+def byte_flags(x: Tensor | None) -> Tensor | None:
+    """The same flags, one byte each, 0 where false."""
+    return x if x is None or x.dtype in _BYTE_FLAGS else x != 0
+
+
+def offsets(cu_seqlens: Tensor | None) -> tuple[int, bool, int] | None:
+    """Address, whether int64, number of sequences."""
+    if cu_seqlens is None:
+        return None
+    return cu_seqlens.data_ptr(), cu_seqlens.dtype == torch.int64, cu_seqlens.shape[0] - 1
+
+
+def row_shape(x: Tensor) -> tuple[int, int]:
+    """[B, T], or one row of T."""
+    return (x.shape[0], x.shape[1]) if x.dim() == 2 else (1, x.shape[0])
+
+
+def kept_like(x: Tensor, wanted: bool) -> Tensor:
+    """Room for gradients of x: float32, contiguous; empty where not wanted."""
+    return torch.empty(x.shape if wanted else (0,), dtype=torch.float32, device=x.device)

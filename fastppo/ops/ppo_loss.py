@@ -22,19 +22,40 @@ Williams 1992; cispo MiniMax 2025, arXiv:2506.13585; gspo Zheng et al. 2025, arX
 arXiv:2507.20673, and github.com/callsys/GMPO for A = 0; sapo Gao et al. 2025, arXiv:2511.20347.
 """
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from fastppo import _build
 from fastppo.backends import resolve
-from fastppo.checks import check_choice, check_like, check_number, check_tensor
-from fastppo.ops._loss import LossOutput, check_count, check_layout, loss_of_sums
+from fastppo.checks import check_choice, check_like, check_number, check_pair, check_tensor
+from fastppo.metrics import PPO_METRICS
+from fastppo.ops._loss import (
+    AGGREGATIONS,
+    Kept,
+    LossOutput,
+    byte_flags,
+    check_count,
+    check_layout,
+    kept_like,
+    loss_of_kept,
+    loss_of_sums,
+    offsets,
+    read_count,
+    row_shape,
+    split_count,
+    strided,
+    wants_grad,
+)
 from fastppo.reference import ppo_loss as definition
 from fastppo.reference.aggregation import Sums, accumulator
 from fastppo.reference.ppo_loss import DEFAULT_IS_BOUNDS
 
 LOSS_TYPES = ("ppo", "reinforce", "cispo", "gspo", "gmpo", "sapo")
 KL_TYPES = ("k1", "abs", "k2", "k3")
+CORRECTIONS = (None, "tis", "icepop", "seq_mask_tis")
 
 
 def ppo_loss(
@@ -133,8 +154,7 @@ def ppo_loss(
         check_number("dual_clip", dual_clip, above=1)
         if loss_type not in ("ppo", "gspo"):
             raise ValueError(f"dual_clip goes with loss_type 'ppo' or 'gspo', got {loss_type!r}")
-    if len(sapo_tau) != 2:
-        raise ValueError(f"sapo_tau must be (positive, other), got {sapo_tau}")
+    check_pair("sapo_tau", sapo_tau, "(positive, other)")
     for tau in sapo_tau:
         check_number("sapo_tau", tau, above=0)
     for name, coef, needs, given in (
@@ -151,13 +171,17 @@ def ppo_loss(
         raise ValueError(
             f"kl_grad='pathwise' goes with kl_type 'k2' or 'k3', got {kl_type!r}: its own gradient is no KL gradient"
         )
-    check_choice("is_correction", is_correction, (None, *DEFAULT_IS_BOUNDS))
+    check_choice("is_correction", is_correction, CORRECTIONS)
     if is_correction is not None and rollout_logprobs is None:
         raise ValueError(f"rollout_logprobs must be given with is_correction={is_correction!r}, got None")
     if is_bounds is not None:
         if is_correction is None:
             raise ValueError(f"is_bounds goes with is_correction, got is_bounds={is_bounds} without it")
-        if len(is_bounds) != 2 or not 0 <= is_bounds[0] <= is_bounds[1]:
+        check_pair("is_bounds", is_bounds, "(low, high)")
+        for bound in is_bounds:
+            if bound != math.inf:
+                check_number("is_bounds", bound)
+        if not 0 <= is_bounds[0] <= is_bounds[1]:
             raise ValueError(f"is_bounds must be (low, high) with 0 <= low <= high, got {is_bounds}")
     if nll_mask is not None:
         check_tensor("nll_mask", nll_mask, dtypes=None)
@@ -167,7 +191,58 @@ def ppo_loss(
     if is_correction == "seq_mask_tis":
         needs_sequences = "is_correction='seq_mask_tis'"
     check_layout("logprobs", logprobs, mask, cu_seqlens, aggregation, norm, num_tokens, num_seqs, needs_sequences)
-    resolve("ppo_loss", backend, logprobs.device, logprobs.dtype)
+    dtype = accumulator(logprobs, *per_token.values())
+    chosen, _ = resolve("ppo_loss", backend, logprobs.device, dtype)
+    if chosen == "cpu":
+        choices = (
+            LOSS_TYPES.index(loss_type),
+            KL_TYPES.index(kl_type),
+            int(kl_grad == "pathwise"),
+            CORRECTIONS.index(is_correction),
+            AGGREGATIONS.index(aggregation),
+        )
+        if is_bounds is None:
+            is_bounds = DEFAULT_IS_BOUNDS.get(is_correction or "", (0.0, 0.0))
+        tokens, tokens_tensor = split_count(num_tokens)
+        seqs, seqs_tensor = split_count(num_seqs)
+        nll_tokens, nll_tokens_tensor = split_count(num_nll_tokens)
+        numbers: tuple[float, ...] = (
+            clip_eps,
+            clip_eps if clip_eps_high is None else clip_eps_high,
+            0.0 if dual_clip is None else dual_clip,
+            *sapo_tau,
+            ent_coef,
+            kl_coef,
+            *is_bounds,
+            nll_coef,
+            1.0 if norm is None else norm,
+            tokens,
+            seqs,
+            nll_tokens,
+        )
+        grad, entropy_grad = wants_grad(logprobs), wants_grad(entropy)
+        # What is not read is not handed over.
+        rollout = None if is_correction is None else rollout_logprobs
+        positive = nll_mask if nll_coef else None
+
+        def forward(logprobs: Tensor, entropy: Tensor | None) -> Kept:
+            out = torch.ops.fastppo.ppo_loss(
+                logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout, positive, cu_seqlens,
+                tokens_tensor, seqs_tensor, nll_tokens_tensor, choices, list(map(float, numbers)), grad, entropy_grad,
+            )  # fmt: skip
+            loss, metrics, scale, nll_scale, kept, entropy_kept, nll_kept = out
+            nll = positive is not None and grad
+            return Kept(
+                loss,
+                metrics,
+                scale,
+                nll_scale if nll else None,
+                kept if grad else None,
+                entropy_kept if entropy_grad else None,
+                nll_kept if nll else None,
+            )
+
+        return loss_of_kept("ppo_loss", forward, logprobs, entropy)
 
     def sums(logprobs: Tensor, entropy: Tensor | None) -> Sums:
         return definition.ppo_sums(
@@ -199,7 +274,6 @@ def ppo_loss(
             num_seqs=num_seqs,
         )
 
-    dtype = accumulator(logprobs, *per_token.values())
     return loss_of_sums("ppo_loss", sums, logprobs, entropy, dtype, plain=backend == "torch")
 
 
@@ -227,3 +301,89 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kl_type: Literal["k1",
     check_like("ref_logprobs", ref_logprobs, "logprobs", logprobs)
     check_choice("kl_type", kl_type, KL_TYPES)
     return definition.kl_divergence(logprobs, ref_logprobs, kl_type)
+
+
+def _ppo_loss_cpu(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor | None,
+    entropy: Tensor | None,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    nll_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    num_tokens: Tensor | None,
+    num_seqs: Tensor | None,
+    num_nll_tokens: Tensor | None,
+    choices: list[int],
+    numbers: list[float],
+    wants_grad: bool,
+    wants_entropy_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Fills what `_empty_outputs` gives; csrc/ppo_loss/ppo_loss.h."""
+    outputs = _empty_outputs(logprobs, nll_mask is not None, wants_grad, wants_entropy_grad)
+    loss, metrics, scale, nll_scale, grad, entropy_grad, nll_grad = (x.data_ptr() for x in outputs)
+    # Converted tensors keep a name until the kernel has read them.
+    mask, nll_mask = byte_flags(mask), byte_flags(nll_mask)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    *options, tokens, seqs, nll_tokens = numbers
+    module, _ = _build.load()
+    assert module is not None
+    module.ppo_loss(
+        *row_shape(logprobs),
+        strided(logprobs),
+        strided(old_logprobs),
+        strided(advantages),
+        strided(mask),
+        strided(entropy),
+        strided(ref_logprobs),
+        strided(rollout_logprobs),
+        strided(nll_mask),
+        offsets(cu_seqlens),
+        logprobs.dim() == 2,
+        *choices,
+        *options,
+        read_count(tokens, num_tokens),
+        read_count(seqs, num_seqs),
+        read_count(nll_tokens, num_nll_tokens),
+        grad if wants_grad else 0,
+        entropy_grad if wants_entropy_grad else 0,
+        nll_grad if wants_grad and nll_mask is not None else 0,
+        loss,
+        scale,
+        nll_scale,
+        metrics,
+        torch.get_num_threads(),
+    )
+    return outputs
+
+
+def _empty_outputs(logprobs: Tensor, nll: bool, wants_grad: bool, wants_entropy_grad: bool) -> tuple[Tensor, ...]:
+    """loss, metrics, scale, nll_scale, and the gradients of logprobs, of entropy and of the NLL term's logprobs."""
+    scalars = [torch.empty((), dtype=torch.float32, device=logprobs.device) for _ in range(3)]
+    return (
+        scalars[0],
+        torch.empty(len(PPO_METRICS), dtype=torch.float64, device=logprobs.device),
+        *scalars[1:],
+        kept_like(logprobs, wants_grad),
+        kept_like(logprobs, wants_entropy_grad),
+        kept_like(logprobs, wants_grad and nll),
+    )
+
+
+_LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
+_LIBRARY.define(
+    "ppo_loss(Tensor logprobs, Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? entropy, "
+    "Tensor? ref_logprobs, Tensor? rollout_logprobs, Tensor? nll_mask, Tensor? cu_seqlens, Tensor? num_tokens, "
+    "Tensor? num_seqs, Tensor? num_nll_tokens, int[] choices, float[] numbers, bool wants_grad, "
+    "bool wants_entropy_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("ppo_loss", _ppo_loss_cpu, "CPU")
+# The gradient is `_KeptGradients`', around this op.
+_LIBRARY.impl("ppo_loss", torch.library.fallthrough_kernel, "Autograd")
+
+
+@torch.library.register_fake("fastppo::ppo_loss", lib=_LIBRARY)
+def _(logprobs: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    return _empty_outputs(logprobs, options[6] is not None, *options[-2:])

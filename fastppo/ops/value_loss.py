@@ -5,13 +5,31 @@
 Kept for backward: d(sum)/d values, formed in forward without the normaliser; see `ops/_loss.py`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.checks import check_like, check_number, check_tensor
-from fastppo.ops._loss import LossOutput, check_layout, loss_of_sums
+from fastppo.metrics import VALUE_METRICS
+from fastppo.ops._loss import (
+    AGGREGATIONS,
+    Kept,
+    LossOutput,
+    byte_flags,
+    check_layout,
+    kept_like,
+    loss_of_kept,
+    loss_of_sums,
+    offsets,
+    read_count,
+    row_shape,
+    split_count,
+    strided,
+    wants_grad,
+)
 from fastppo.reference import value_loss as definition
 from fastppo.reference.aggregation import Sums, accumulator
 
@@ -63,7 +81,23 @@ def value_loss(
         if old_values is None:
             raise ValueError(f"old_values must be given with clip_eps={clip_eps}, got None")
     check_layout("values", values, mask, cu_seqlens, aggregation, norm, num_tokens, num_seqs)
-    resolve("value_loss", backend, values.device, values.dtype)
+    dtype = accumulator(values, old_values, returns)
+    chosen, _ = resolve("value_loss", backend, values.device, dtype)
+    if chosen == "cpu":
+        tokens, tokens_tensor = split_count(num_tokens)
+        seqs, seqs_tensor = split_count(num_seqs)
+        numbers = (clip_eps or 0.0, 1.0 if norm is None else norm, tokens, seqs)
+        grad = wants_grad(values)
+        clipped_from = None if clip_eps is None else old_values
+
+        def forward(values: Tensor, _: Tensor | None) -> Kept:
+            loss, metrics, scale, kept = torch.ops.fastppo.value_loss(
+                values, clipped_from, returns, mask, cu_seqlens, tokens_tensor, seqs_tensor,
+                AGGREGATIONS.index(aggregation), list(map(float, numbers)), grad,
+            )  # fmt: skip
+            return Kept(loss, metrics, scale, None, kept if grad else None, None, None)
+
+        return loss_of_kept("value_loss", forward, values)
 
     def sums(values: Tensor, _: Tensor | None) -> Sums:
         return definition.value_sums(
@@ -79,6 +113,70 @@ def value_loss(
             num_seqs=num_seqs,
         )
 
-    return loss_of_sums(
-        "value_loss", sums, values, None, accumulator(values, old_values, returns), plain=backend == "torch"
+    return loss_of_sums("value_loss", sums, values, None, dtype, plain=backend == "torch")
+
+
+def _value_loss_cpu(
+    values: Tensor,
+    old_values: Tensor | None,
+    returns: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    num_tokens: Tensor | None,
+    num_seqs: Tensor | None,
+    aggregation: int,
+    numbers: list[float],
+    wants_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Fills what `_empty_outputs` gives; csrc/value_loss/value_loss.h."""
+    outputs = _empty_outputs(values, wants_grad)
+    loss, metrics, scale, grad = (x.data_ptr() for x in outputs)
+    # Converted tensors keep a name until the kernel has read them.
+    mask = byte_flags(mask)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    clip_eps, norm, tokens, seqs = numbers
+    module, _ = _build.load()
+    assert module is not None
+    module.value_loss(
+        *row_shape(values),
+        strided(values),
+        strided(old_values),
+        strided(returns),
+        strided(mask),
+        offsets(cu_seqlens),
+        values.dim() == 2,
+        aggregation,
+        clip_eps,
+        norm,
+        read_count(tokens, num_tokens),
+        read_count(seqs, num_seqs),
+        grad if wants_grad else 0,
+        loss,
+        scale,
+        metrics,
+        torch.get_num_threads(),
     )
+    return outputs
+
+
+def _empty_outputs(values: Tensor, wants_grad: bool) -> tuple[Tensor, ...]:
+    """loss, metrics, scale, and the gradient of values."""
+    loss, scale = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
+    metrics = torch.empty(len(VALUE_METRICS), dtype=torch.float64, device=values.device)
+    return loss, metrics, scale, kept_like(values, wants_grad)
+
+
+_LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
+_LIBRARY.define(
+    "value_loss(Tensor values, Tensor? old_values, Tensor returns, Tensor? mask, Tensor? cu_seqlens, "
+    "Tensor? num_tokens, Tensor? num_seqs, int aggregation, float[] numbers, bool wants_grad) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("value_loss", _value_loss_cpu, "CPU")
+# The gradient is `_KeptGradients`', around this op.
+_LIBRARY.impl("value_loss", torch.library.fallthrough_kernel, "Autograd")
+
+
+@torch.library.register_fake("fastppo::value_loss", lib=_LIBRARY)
+def _(values: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    return _empty_outputs(values, options[-1])
