@@ -8,6 +8,8 @@
 #include "common/cpu.h"
 #include "csrc_hash.h"
 #include "gae/gae.h"
+#include "gae/whiten.h"
+#include "logprob/logprob.h"
 #include "ppo_loss/ppo_loss.h"
 #include "value_loss/value_loss.h"
 
@@ -69,6 +71,94 @@ void gae(const py::object& rewards, const py::object& values, const py::object& 
   static_cast<void>(stream);
 #endif
   fastppo::gae_cpu(params, num_threads);
+}
+
+// (address, rows per outer step, outer stride, inner stride).
+fastppo::LogprobRows logprob_rows(const py::tuple& fields) {
+  return fastppo::LogprobRows{pointer<void>(fields[0].cast<uintptr_t>()), fields[1].cast<int64_t>(),
+                              fields[2].cast<int64_t>(), fields[3].cast<int64_t>()};
+}
+
+fastppo::LogprobParams logprob_params(const py::tuple& logits, int dtype, uintptr_t targets, uintptr_t temperature,
+                                      float scalar_temperature, float softcap, int64_t ignore_index, bool with_entropy,
+                                      int64_t num_rows, int64_t width, int64_t start, int64_t used) {
+  fastppo::LogprobParams params;
+  params.logits = logprob_rows(logits);
+  params.dtype = static_cast<Dtype>(dtype);
+  params.targets = pointer<const int64_t>(targets);
+  params.temperature = pointer<const float>(temperature);
+  params.scalar_temperature = scalar_temperature;
+  params.softcap = softcap;
+  params.ignore_index = ignore_index;
+  params.with_entropy = with_entropy;
+  params.num_rows = num_rows;
+  params.width = width;
+  params.start = start;
+  params.used = used;
+  return params;
+}
+
+void logprob_stats(const py::tuple& logits, int dtype, uintptr_t targets, uintptr_t temperature,
+                   float scalar_temperature, float softcap, int64_t ignore_index, bool with_entropy, int64_t num_rows,
+                   int64_t width, int64_t start, int64_t used, uintptr_t stats, int num_threads) {
+  const fastppo::LogprobParams params = logprob_params(logits, dtype, targets, temperature, scalar_temperature, softcap,
+                                                       ignore_index, with_entropy, num_rows, width, start, used);
+  const py::gil_scoped_release no_gil;
+  fastppo::logprob_stats_cpu(params, pointer<float>(stats), num_threads);
+}
+
+void logprob_combine(uintptr_t gathered, int64_t num_ranks, int64_t num_rows, uintptr_t targets, uintptr_t temperature,
+                     float scalar_temperature, int64_t ignore_index, uintptr_t logprobs, uintptr_t entropy,
+                     uintptr_t row) {
+  fastppo::LogprobCombine params;
+  params.gathered = pointer<const float>(gathered);
+  params.num_ranks = num_ranks;
+  params.num_rows = num_rows;
+  params.targets = pointer<const int64_t>(targets);
+  params.temperature = pointer<const float>(temperature);
+  params.scalar_temperature = scalar_temperature;
+  params.ignore_index = ignore_index;
+  params.logprobs = pointer<float>(logprobs);
+  params.entropy = pointer<float>(entropy);
+  params.row = pointer<float>(row);
+  const py::gil_scoped_release no_gil;
+  fastppo::logprob_combine_cpu(params);
+}
+
+void logprob_dlogits(const py::tuple& logits, int dtype, uintptr_t targets, uintptr_t temperature,
+                     float scalar_temperature, float softcap, int64_t ignore_index, bool with_entropy, int64_t num_rows,
+                     int64_t width, int64_t start, int64_t used, const py::tuple& dlogits, uintptr_t row,
+                     uintptr_t grad_logprobs, int64_t grad_logprobs_stride, uintptr_t grad_entropy,
+                     int64_t grad_entropy_stride, int num_threads) {
+  const fastppo::LogprobParams params = logprob_params(logits, dtype, targets, temperature, scalar_temperature, softcap,
+                                                       ignore_index, with_entropy, num_rows, width, start, used);
+  fastppo::LogprobGrads grads;
+  grads.dlogits = logprob_rows(dlogits);
+  grads.row = pointer<const float>(row);
+  grads.grad_logprobs = pointer<const float>(grad_logprobs);
+  grads.grad_logprobs_stride = grad_logprobs_stride;
+  grads.grad_entropy = pointer<const float>(grad_entropy);
+  grads.grad_entropy_stride = grad_entropy_stride;
+  const py::gil_scoped_release no_gil;
+  fastppo::logprob_dlogits_cpu(params, grads, num_threads);
+}
+
+void moments(uintptr_t x, uintptr_t mask, int64_t size, uintptr_t moments, int num_threads) {
+  const fastppo::WhitenParams params{
+      pointer<const float>(x), pointer<const int8_t>(mask), size, pointer<fastppo::Moments>(moments), nullptr, 0.0};
+  const py::gil_scoped_release no_gil;
+  fastppo::moments_cpu(params, num_threads);
+}
+
+void whiten(uintptr_t x, uintptr_t mask, int64_t size, uintptr_t moments, uintptr_t out, double eps, int num_threads) {
+  const fastppo::WhitenParams params{pointer<const float>(x),
+                                     pointer<const int8_t>(mask),
+                                     size,
+                                     pointer<fastppo::Moments>(moments),
+                                     pointer<float>(out),
+                                     eps};
+  const py::gil_scoped_release no_gil;
+  fastppo::whiten_cpu(params, num_threads);
 }
 
 // (address, row stride, column stride, dtype code), or None.
@@ -174,12 +264,19 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda_archs") = FASTPPO_CUDA_ARCHS;
   m.def("cpu_isa", [] { return fastppo::cpu_isa_name(fastppo::cpu_isa()); });
   m.def("cuda_problem", &cuda_problem, py::arg("device"));
+  m.def("logprob_stats", &logprob_stats);
+  m.def("logprob_combine", &logprob_combine);
+  m.def("logprob_dlogits", &logprob_dlogits);
   m.def("gae", &gae, py::arg("rewards"), py::arg("values"), py::arg("mask"), py::arg("terminated"),
         py::arg("truncated"), py::arg("bootstrap_values"), py::arg("final_values"), py::arg("lam_per_seq"),
         py::arg("lam_returns_per_seq"), py::arg("cu_seqlens"), py::arg("cu_seqlens_int64"), py::arg("advantages"),
         py::arg("returns"), py::arg("out_row_stride"), py::arg("out_time_stride"), py::arg("num_seqs"),
         py::arg("num_steps"), py::arg("gamma"), py::arg("lam"), py::arg("lam_returns"), py::arg("separate_returns"),
         py::arg("num_threads"), py::arg("device"), py::arg("stream"));
+  m.def("moments", &moments, py::arg("x"), py::arg("mask"), py::arg("size"), py::arg("moments"),
+        py::arg("num_threads"));
+  m.def("whiten", &whiten, py::arg("x"), py::arg("mask"), py::arg("size"), py::arg("moments"), py::arg("out"),
+        py::arg("eps"), py::arg("num_threads"));
   m.def("ppo_loss", &ppo_loss, py::arg("rows"), py::arg("cols"), py::arg("logprobs"), py::arg("old_logprobs"),
         py::arg("advantages"), py::arg("mask"), py::arg("entropy"), py::arg("ref_logprobs"),
         py::arg("rollout_logprobs"), py::arg("nll_mask"), py::arg("cu_seqlens"), py::arg("rows_are_sequences"),

@@ -34,6 +34,61 @@ def gae(
     device: int,
     stream: int,
 ) -> None: ...
+
+# Address, rows per outer step, outer stride, inner stride (in elements).
+_Rows = tuple[int, int, int, int]
+
+def logprob_stats(
+    logits: _Rows,
+    dtype: int,
+    targets: int,
+    temperature: int,
+    scalar_temperature: float,
+    softcap: float,
+    ignore_index: int,
+    with_entropy: bool,
+    num_rows: int,
+    width: int,
+    start: int,
+    used: int,
+    stats: int,
+    num_threads: int,
+) -> None: ...
+def logprob_combine(
+    gathered: int,
+    num_ranks: int,
+    num_rows: int,
+    targets: int,
+    temperature: int,
+    scalar_temperature: float,
+    ignore_index: int,
+    logprobs: int,
+    entropy: int,
+    row: int,
+) -> None: ...
+def logprob_dlogits(
+    logits: _Rows,
+    dtype: int,
+    targets: int,
+    temperature: int,
+    scalar_temperature: float,
+    softcap: float,
+    ignore_index: int,
+    with_entropy: bool,
+    num_rows: int,
+    width: int,
+    start: int,
+    used: int,
+    dlogits: _Rows,
+    row: int,
+    grad_logprobs: int,
+    grad_logprobs_stride: int,
+    grad_entropy: int,
+    grad_entropy_stride: int,
+    num_threads: int,
+) -> None: ...
+def moments(x: int, mask: int, size: int, moments: int, num_threads: int) -> None: ...
+def whiten(x: int, mask: int, size: int, moments: int, out: int, eps: float, num_threads: int) -> None: ...
 def ppo_loss(
     rows: int,
     cols: int,

@@ -10,7 +10,7 @@ NAMES = ("auto", "cuda", "triton", "cpu", "torch")
 
 # op -> device type -> its kernels there, best first. "torch" runs everywhere and is what is left.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "logprob": {},
+    "logprob": {"cpu": ("cpu",)},
     "gae": {"cpu": ("cpu",), "cuda": ("cuda",)},
     "ppo_loss": {"cpu": ("cpu",)},
     "value_loss": {"cpu": ("cpu",)},
@@ -48,9 +48,17 @@ def resolve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
     raise RuntimeError(f"backend={backend!r} cannot run {op} on {device}: {why}; available: {', '.join(there)}")
 
 
-@cache
 def _problem(kernel: str, device_type: str, index: int | None) -> str:
     """Why a kernel cannot run on a device; empty where it can."""
+    return _cached_problem(kernel, device_type, index)
+
+
+# What torch.compiler.assume_constant_result sets; that would import all of the compiler together with fastppo.
+_problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _cached_problem(kernel: str, device_type: str, index: int | None) -> str:
     module, reason = _build.load()
     if module is None:
         return f"the compiled module fastppo._C does not load ({reason})"

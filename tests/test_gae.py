@@ -8,22 +8,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fastppo.ops._whiten import whiten as whiten_on_cpu
 from fastppo.ops.gae import GAEOutput, gae
 from fastppo.packing import cu_seqlens_from_lengths
+from fastppo.reference.advantages import whiten as whiten_definition
 from fastppo.reference.gae import gae as definition
 
 BACKENDS = ["cpu", "torch", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-# CPU: groups of 4 lanes below 16 sequences, of 16 from there, tiles of 64 steps. CUDA: a warp a sequence, tiles of 32.
+# CPU: vectors of 16 positions, tiles of 128, 4 or 8 sequences side by side; 16 in lanes where time-major. CUDA: a warp
+# per sequence, tiles of 32.
 SHAPES = {
     "one": (1, 1),
     "part-of-a-group": (3, 5),
@@ -31,6 +36,7 @@ SHAPES = {
     "a-group-and-a-lane-past-a-tile": (5, 65),
     "wide-groups-and-a-lane": (33, 7),
     "three-tiles": (17, 131),
+    "four-tiles-and-a-vector": (3, 400),
     "warp-tile": (2, 32),
     "past-a-warp-tile": (2, 33),
 }
@@ -180,7 +186,7 @@ def test_padded(shape: tuple[int, int], options: tuple[str, ...], backend: str) 
 
 
 # Lengths with empty sequences at both ends and inside, one token, exactly a tile, and past one.
-LENGTHS = [0, 5, 1, 0, 64, 66, 32, 33, 2, 0]
+LENGTHS = [0, 5, 1, 0, 64, 66, 32, 33, 2, 128, 300, 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -226,7 +232,7 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("options", ["mask", "everything", "everything-a-row"])
-@pytest.mark.parametrize("shape", [(4, 65), (16, 3), (19, 67)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 65), (16, 3), (19, 67), (35, 150)], ids=str)
 def test_layouts(
     shape: tuple[int, int], options: str, layout: tuple[Callable[[Tensor], Tensor], int], backend: str
 ) -> None:
@@ -435,6 +441,98 @@ def test_whiten(backend: str) -> None:
     torch.testing.assert_close(white.advantages, reference.advantages, rtol=1e-5, atol=1e-6)
 
 
+WHITENED_SIZES = {
+    "one": (1, 1),
+    "part-of-a-vector": (1, 7),
+    "a-block": (2, 2048),
+    "past-a-block": (1, 4097),
+    "tasks": (33, 1021),
+}
+
+
+@pytest.mark.parametrize("mask", [None, "some", "bytes", "floats", "time-major"])
+@pytest.mark.parametrize("shape", WHITENED_SIZES.values(), ids=WHITENED_SIZES)
+def test_whitening_kernel_is_the_definition(shape: tuple[int, int], mask: str | None) -> None:
+    x = torch.randn(shape) * 3 + 100
+    selected: Tensor | None = torch.rand(shape) < 0.7
+    if mask == "bytes":
+        selected = selected.to(torch.int8) * 2
+    elif mask == "floats":
+        selected = torch.where(selected, torch.nan, -0.0)
+    elif mask == "time-major":
+        selected = selected.t().contiguous().t()
+    elif mask is None:
+        selected = None
+    if selected is not None:
+        x[selected == 0] = torch.nan
+    got = whiten_on_cpu(x, selected, group=None)
+    torch.testing.assert_close(got, whiten_definition(x, selected), rtol=1e-6, atol=1e-6)
+    assert selected is None or torch.equal(got[selected == 0], torch.zeros_like(got[selected == 0]))
+
+
+def test_moments_hold_for_a_mean_far_from_zero() -> None:
+    """Sums of squares would cancel: x^2 is 1e12 times the variance."""
+    x = 1e6 + torch.rand(20000)
+    count, mean, squares = torch.ops.fastppo.moments(x, None).tolist()
+    wide = x.double().numpy()
+    assert count == 20000
+    assert mean == pytest.approx(wide.mean(), rel=1e-14)
+    assert squares == pytest.approx(((wide - wide.mean()) ** 2).sum(), rel=1e-9)
+
+
+@pytest.mark.parametrize("value", [0.1, -3e7])
+def test_whitening_equal_advantages_gives_exactly_zero(value: float) -> None:
+    x = torch.full((9001,), value)
+    assert torch.equal(whiten_on_cpu(x, None, group=None), torch.zeros(9001))
+
+
+@pytest.mark.parametrize("selected", [0, 1])
+def test_whitening_none_or_one_selected_gives_zero(selected: int) -> None:
+    rewards, mask = torch.full((2, 40), 3.0), torch.zeros(2, 40, dtype=torch.bool)
+    mask[1, :selected] = True
+    output = gae(rewards, torch.zeros_like(rewards), gamma=0.9, lam=0.9, mask=mask, whiten=True, backend="cpu")
+    assert torch.equal(output.advantages, torch.zeros(2, 40))
+
+
+def test_whitening_does_not_depend_on_the_thread_count() -> None:
+    x, mask = torch.randn(300_000), torch.rand(300_000) < 0.5
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(whiten_on_cpu(x, mask, group=None))
+    torch.set_num_threads(1)
+    assert all(torch.equal(x, results[0]) for x in results[1:])
+
+
+def whiten_on_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(rank * 3000, generator=generator) + rank  # nothing at all on the first rank
+    mask = torch.rand(x.shape, generator=generator) < 0.6
+    ours, theirs = whiten_on_cpu(x, mask, group=None), whiten_definition(x, mask)
+    torch.save((x, mask, ours, theirs), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_whitening_over_ranks_is_whitening_of_all(tmp_path: Path) -> None:
+    world = 3
+    torch.multiprocessing.spawn(whiten_on_rank, args=(world, str(tmp_path)), nprocs=world)
+    xs, masks, ours, theirs = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(world)), strict=True)
+    torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat(ours), whiten_on_cpu(torch.cat(xs), torch.cat(masks), group=None), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_opcheck_of_whitening(masked: bool) -> None:
+    x, mask = torch.randn(3, 5), torch.rand(3, 5) < 0.5 if masked else None
+    torch.library.opcheck(torch.ops.fastppo.moments.default, (x, mask))
+    moments = torch.ops.fastppo.moments(x, mask)
+    torch.library.opcheck(torch.ops.fastppo.apply_moments.default, (x, mask, moments))
+
+
 # --- Properties -------------------------------------------------------------------------------------------------------
 
 lengths_of = st.lists(st.integers(0, 70), min_size=1, max_size=20)
@@ -543,6 +641,19 @@ def test_compiles_packed() -> None:
     )
 
 
+def test_compiles_whitened() -> None:
+    arguments = Case((4, 9), OPTIONS["mask"]).arguments() | {"whiten": True}
+    same_bits(torch.compile(gae, fullgraph=True, backend="aot_eager")(**arguments), gae(**arguments))
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_autocast_changes_nothing(whiten: bool) -> None:
+    arguments = Case((4, 70), OPTIONS["everything"]).arguments() | {"whiten": whiten}
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gae(**arguments)
+    same_bits(inside, gae(**arguments))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_gradient_flows(backend: str) -> None:
     x = torch.randn(3, 4, device=device_of(backend), requires_grad=True)
@@ -573,6 +684,8 @@ for shape in ((3, 70), (40, 130)):
             flags = {"mask": m, "terminated": e, "time_dim": time_dim}
             out = gae(r, v, gamma=0.99, lam=0.95, lam_returns=1.0, **flags, backend="cpu")
             print([x.view(torch.int32).sum(dtype=torch.int64).item() for x in out])
+            white = gae(r, v, gamma=0.99, lam=0.95, mask=m, whiten=True, backend="cpu").advantages
+            print(white.view(torch.int32).sum(dtype=torch.int64).item())
 """
 
 
@@ -594,7 +707,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         ).stdout
         for isa in isas()
     }
-    assert printed["baseline"].count("\n") == 12
+    assert printed["baseline"].count("\n") == 24
     assert set(printed.values()) == {printed["baseline"]}
 
 

@@ -9,15 +9,18 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastppo.ops import _logprob_rows
 from fastppo.ops.logprob import logprob
 from fastppo.reference.logprob import logprob as reference
 from fastppo.testing import LOGITS, assert_bitwise_equal, assert_no_worse, make_logits, make_targets
+from fastppo.vocab import VocabShard
 
-BACKENDS = ["auto", "torch"]
+# "torch_rows" is what a device without a kernel takes: torch ops on chunks of rows.
+BACKENDS = ["cpu", "torch_rows", "torch"]
 INF, NAN = math.inf, math.nan
-both_backends = pytest.mark.parametrize("backend", BACKENDS)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def oracle(logits, targets, temperature=1.0, softcap=None):
@@ -57,8 +60,19 @@ def oracle_gradient(logits, targets, up_lp, up_h, temperature=1.0, softcap=None)
     return np.where(used[:, None], g * slope / np.asarray(temperature, dtype=np.float64).reshape(-1, 1), 0.0)
 
 
+def on(backend, logits):
+    """Options that take a backend of BACKENDS: the reference has no vocab, so torch with one goes by rows."""
+    width = logits.shape[-1]
+    return (
+        {"backend": "torch", "vocab": VocabShard(0, width, None, width)}
+        if backend == "torch_rows"
+        else {"backend": backend}
+    )
+
+
 def run(logits, targets, up_lp=1.0, up_h=0.0, **options):
     """logprobs, entropy and the logits' gradient of up_lp * logprobs + up_h * entropy."""
+    options |= on(options.get("backend", "auto"), logits)
     leaf = torch.as_tensor(logits).clone().requires_grad_()
     out = logprob(leaf, torch.as_tensor(targets), **options)
     upstream = [torch.as_tensor(u, dtype=out.logprobs.dtype).expand_as(out.logprobs) for u in (up_lp, up_h)]
@@ -80,7 +94,7 @@ OPTIONS = {
 }
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", [k for k in LOGITS if k != "holes"])
 def test_values_and_gradients_equal_the_formula(backend, options, kind):
@@ -96,7 +110,7 @@ def test_values_and_gradients_equal_the_formula(backend, options, kind):
 
 # Shapes: one token, no leading dimension, none at all, one column, odd width, three leading dimensions.
 @pytest.mark.parametrize("shape", [(1, 5), (7,), (0, 5), (4, 1), (3, 129), (2, 3, 2, 11)], ids=str)
-@both_backends
+@every_backend
 def test_shapes(backend, shape):
     logits = torch.randn(shape)
     targets = make_targets(logits) if logits.numel() else torch.zeros(shape[:-1], dtype=torch.int64)
@@ -112,16 +126,15 @@ def test_shapes(backend, shape):
 def test_chunks_change_nothing(monkeypatch, chunk, with_entropy):
     logits = make_logits(11, 19)
     targets = make_targets(logits, ignored=0.3)
-    whole = run(logits, targets, 1.0, 0.5, with_entropy=with_entropy, softcap=4.0)
+    options = {"with_entropy": with_entropy, "softcap": 4.0, "backend": "torch_rows"}
+    whole = run(logits, targets, 1.0, 0.5, **options)
     monkeypatch.setattr(_logprob_rows, "_CHUNK_CPU", chunk)
-    for name, got, expected in zip(
-        "lhg", run(logits, targets, 1.0, 0.5, with_entropy=with_entropy, softcap=4.0), whole, strict=True
-    ):
+    for name, got, expected in zip("lhg", run(logits, targets, 1.0, 0.5, **options), whole, strict=True):
         if expected is not None:
             assert_bitwise_equal(name, got, expected)
 
 
-@both_backends
+@every_backend
 def test_without_entropy(backend):
     logits = make_logits(6, 31)
     targets = make_targets(logits)
@@ -135,7 +148,7 @@ def test_without_entropy(backend):
 # -- special values ---------------------------------------------------------------------------------------------------
 
 
-@both_backends
+@every_backend
 def test_columns_at_minus_infinity_are_as_if_deleted(backend):
     logits = make_logits(8, 33, "holes")
     targets = make_targets(logits)
@@ -151,7 +164,7 @@ def test_columns_at_minus_infinity_are_as_if_deleted(backend):
         close(grad[i, kept], short[2][0])
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize(
     ("row", "target", "logprob_", "entropy_"),
     [
@@ -180,7 +193,7 @@ def test_one_finite_logit_far_from_the_start_gives_positive_zeros():
     assert bool((grad == 0).all())
 
 
-@both_backends
+@every_backend
 def test_target_at_minus_infinity(backend):
     logits = torch.tensor([[0.0, 1.0, -INF]])
     logprobs, entropy, grad = run(logits, [2], 1.0, 0.5, backend=backend)
@@ -195,7 +208,7 @@ def test_target_at_minus_infinity(backend):
 @pytest.mark.parametrize("bad", [[-INF, -INF, -INF], [0.0, NAN, 1.0], [0.0, INF, 1.0], [INF, INF, 0.0]], ids=str)
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("target", [0, 1])
-@both_backends
+@every_backend
 def test_rows_that_are_no_distribution_are_nan_and_alone_so(backend, bad, softcap, target):
     good = [0.5, 1.0, -0.25]
     logprobs, entropy, grad = run(
@@ -205,7 +218,7 @@ def test_rows_that_are_no_distribution_are_nan_and_alone_so(backend, bad, softca
     assert bool(grad[1].isnan().all()) and bool(grad[[0, 2]].isfinite().all())
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF])
 def test_ignored_rows_are_not_read(backend, garbage):
     logits = torch.tensor([[0.0, 1.0], [garbage, garbage], [2.0, 0.0]])
@@ -217,7 +230,7 @@ def test_ignored_rows_are_not_read(backend, garbage):
     close(entropy[[0, 2]], expected[1])
 
 
-@both_backends
+@every_backend
 def test_all_ignored(backend):
     logprobs, entropy, grad = run(torch.full((3, 4), NAN), [-100] * 3, 1.0, 1.0, backend=backend)
     for x in (logprobs, entropy, grad):
@@ -234,7 +247,7 @@ def test_zero_upstream_gradients_leak_nothing(inplace):
     assert bool((leaf.grad[0] != 0).all())
 
 
-@both_backends
+@every_backend
 def test_another_ignore_index_and_dtypes_of_targets(backend):
     logits = make_logits(4, 300)
     expected = oracle(logits, [156, 0, 200, 255])[0]
@@ -249,14 +262,14 @@ def test_another_ignore_index_and_dtypes_of_targets(backend):
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
-@both_backends
+@every_backend
 def test_all_logits_minus_200(backend):
     logprobs, entropy, _ = run(torch.full((1, 256), -200.0), [17], backend=backend)
     close(logprobs, [-5.545177444479562])
     close(entropy, [5.545177444479562])
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("offset", [1e4, 1e6, -1e6])
 def test_a_shift_of_the_logits_changes_nothing(backend, offset):
     logits = (torch.randn(4, 999) * 48).round() / 16
@@ -266,7 +279,7 @@ def test_a_shift_of_the_logits_changes_nothing(backend, offset):
         close(b, a.numpy(), 1e-6)
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize(
     ("z", "options", "right"),
     [
@@ -293,6 +306,20 @@ def test_targets_gradient_is_one_rounding_from_expm1(p, dtype):
     if dtype == torch.bfloat16:
         truth = -math.expm1(float(oracle(logits.double(), [3])[0][0]))
         assert abs(float(grad[0, 3]) - truth) <= torch.finfo(dtype).eps * truth
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch_rows"])
+@pytest.mark.parametrize("gap", [12.0, 16.0, 24.0])
+def test_a_peaked_row_keeps_its_digits(backend, gap):
+    """A trained policy's log-prob of -1e-7 has seven digits too; 1 + 1e-7 in float32 has none of them."""
+    logits = torch.full((1, 40001), -gap)
+    logits[0, 7000] = 0.0
+    logprobs, entropy, grad = run(logits, [7000], backend=backend)
+    rest = 40000 * math.exp(-gap)
+    p = 1 / (1 + rest)
+    assert float(logprobs) == pytest.approx(-math.log1p(rest), rel=5e-7)
+    assert float(entropy) == pytest.approx(math.log1p(rest) + p * rest * gap, rel=5e-7)
+    assert float(grad[0, 7000]) == pytest.approx(p * rest, rel=5e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -323,7 +350,7 @@ def test_gradient_rows_of_large_bf16_logits_sum_to_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@both_backends
+@every_backend
 def test_dtypes(backend, dtype):
     logits = make_logits(4, 50, dtype=dtype)
     logprobs, entropy, grad = run(logits, make_targets(logits), backend=backend)
@@ -335,7 +362,7 @@ def test_dtypes(backend, dtype):
 # -- derivatives ------------------------------------------------------------------------------------------------------
 
 
-@both_backends
+@every_backend
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize(
     "options", [{}, {"softcap": 2.0, "temperature": torch.linspace(0.5, 2, 6).double().view(2, 3)}]
@@ -349,7 +376,7 @@ def test_gradcheck(backend, options, with_entropy):
     finite = torch.where(keep, logits, 0.0).requires_grad_()
 
     def op(x: Tensor):
-        out = logprob(torch.where(keep, x, -INF), targets, backend=backend, with_entropy=with_entropy, **options)
+        out = logprob(torch.where(keep, x, -INF), targets, with_entropy=with_entropy, **on(backend, x), **options)
         return out.logprobs if out.entropy is None else tuple(out)
 
     assert torch.autograd.gradcheck(op, finite)
@@ -363,11 +390,13 @@ def test_higher_derivatives_need_the_reference():
     p = torch.softmax(logits.detach(), -1)
     close(hessian[0, :, 0], -(torch.diag(p[0]) - torch.outer(p[0], p[0])), 1e-12)
 
-    out = logprob(logits, targets)
+    assert torch.autograd.gradgradcheck(lambda x: tuple(logprob(x, targets)), logits), "float64 is the reference's"
+    narrow = logits.detach().float().requires_grad_()
+    out = logprob(narrow, targets)
     with pytest.raises(RuntimeError, match='backend="torch"'):
-        torch.autograd.grad(out.logprobs.sum(), logits, create_graph=True)
+        torch.autograd.grad(out.logprobs.sum(), narrow, create_graph=True)
     with pytest.raises(RuntimeError, match='backend="torch"'):
-        torch.func.grad(lambda x: logprob(x, targets).logprobs.sum())(logits.detach())
+        torch.func.grad(lambda x: logprob(x, targets).logprobs.sum())(narrow.detach())
 
 
 def test_either_output_alone_has_its_gradient():
@@ -383,9 +412,8 @@ def test_either_output_alone_has_its_gradient():
 def test_no_gradient_to_the_temperature():
     temperature = torch.ones(2, requires_grad=True)
     for backend in BACKENDS:
-        out = logprob(
-            torch.randn(2, 4, requires_grad=True), torch.tensor([0, 1]), temperature=temperature, backend=backend
-        )
+        logits = torch.randn(2, 4, requires_grad=True)
+        out = logprob(logits, torch.tensor([0, 1]), temperature=temperature, **on(backend, logits))
         assert torch.autograd.grad(out.logprobs.sum(), temperature, allow_unused=True) == (None,)
 
 
@@ -536,19 +564,34 @@ def test_compiles_whole_and_equals_eager_with_ignored_rows(inplace):
     assert_bitwise_equal("gradient", compiled.grad, eager.grad)
 
 
+def test_shapes_without_values():
+    """Under FakeTensorMode, which tools that plan memory use, nothing is looked at and nothing computed."""
+    with FakeTensorMode():
+        logits = torch.empty(3, 4, 1000, dtype=torch.bfloat16, requires_grad=True)
+        out = logprob(logits, torch.empty(3, 4, dtype=torch.int64))
+        assert out.logprobs.shape == out.entropy.shape == (3, 4) and out.logprobs.dtype == torch.float32
+        (grad,) = torch.autograd.grad(out.logprobs.sum(), logits)
+        assert grad.shape == logits.shape and grad.dtype == torch.bfloat16
+
+
 def test_registered_ops_pass_opcheck():
     logits, targets = make_logits(4, 9), torch.tensor([0, -100, 3, 8])
-    options = (1.0, 5.0, -100, True, 0, 9)
-    stats = torch.ops.fastppo.logprob_stats(logits, targets, None, *options)
-    torch.library.opcheck(torch.ops.fastppo.logprob_stats, (logits, targets, None, *options))
-    backward = (logits, targets, None, stats, torch.ones(4, 2), *options)
-    torch.library.opcheck(torch.ops.fastppo.logprob_dlogits, backward)
-    torch.library.opcheck(torch.ops.fastppo.logprob_dlogits_, backward)
+    for backend in ("cpu", "torch"):
+        options = (1.0, 5.0, -100, True, 0, 9, backend)
+        ops = torch.ops.fastppo
+        torch.library.opcheck(ops.logprob_stats, (logits, targets, None, *options))
+        combine = (ops.logprob_stats(logits, targets, None, *options)[None], targets, None, 1.0, -100, True, backend)
+        torch.library.opcheck(ops.logprob_combine, combine)
+        kept = ops.logprob_combine(*combine)[2]
+        for grads in ((torch.ones(4), torch.ones(4)), (torch.ones(4), None), (None, torch.ones(4))):
+            backward = (logits, targets, None, kept, *grads, *options)
+            torch.library.opcheck(ops.logprob_dlogits, backward)
+            torch.library.opcheck(ops.logprob_dlogits_, (logits.clone(), *backward[1:]))
 
 
 def test_unknown_target_without_checks_is_nan(monkeypatch):
     """What an accelerator does, where contents are not looked at."""
-    monkeypatch.setattr("fastppo.ops.logprob.contents_checked", lambda _: False)
+    monkeypatch.setattr("fastppo.ops._logprob_ops.contents_checked", lambda _: False)
     for backend in BACKENDS:
         logprobs, entropy, grad = run(torch.randn(3, 4), [1, 4, 2], 1.0, 1.0, backend=backend)
         assert logprobs.isnan().tolist() == [False, True, False]

@@ -172,7 +172,7 @@ def test_the_critic_learns_the_return(tmp_path):
             prompts=["w3 w4", "w5"] * 5,
             config=small(
                 tmp_path / mode, env__name="sentiment", env__size=512, value__mode=mode, ppo__max_num_steps=40,
-                ppo__adv_estimator__gae_lambda=1.0, value__optimizer__lr=0.03 if mode == "shared" else 0.003,
+                ppo__adv_estimator__gae_lambda=1.0, value__optimizer__lr=0.003,
                 **(LOCAL if mode == "local" else {}),
             ),
         )  # fmt: skip

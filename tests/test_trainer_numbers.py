@@ -402,6 +402,13 @@ def recorded(parameters):
     return seen
 
 
+def assert_gradients_equal(got, right) -> None:
+    """To float32's rounding of the sums they are: an element that cancels is as uncertain as the largest one."""
+    for a, b in zip(got, right, strict=True):
+        error, size = float((a - b).abs().max()), float(b.abs().max())
+        assert error <= 1e-5 * size, f"{error:.2g} of {size:.2g}"
+
+
 def rows_of(batch):
     return [
         (batch.tokens[start:stop], slice(start + prompt, stop), prompt)
@@ -430,7 +437,7 @@ def test_gradients_of_a_shared_critics_step_are_those_of_plain_forwards(size):
     loss = PolicyLoss(LossConfig(), temperature=policy.cfg.generation.temperature, norm_length=4)
     joint = JointLoss(loss, ValueLoss(ValueLossConfig(scale=0.5)), head, coef=0.3, detach_trunk=False)
     policy.train_step(batch, joint)
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, right, strict=True))
+    assert_gradients_equal(got, right)
     assert all(gradient.abs().max() > 1e-4 for gradient in right)
 
 
@@ -449,7 +456,7 @@ def test_gradients_of_a_local_critics_step_are_those_of_plain_forwards(size):
     right, got = torch.autograd.grad(total / 15, parameters), recorded(parameters)
 
     critic.train_step(batch, ValueLoss(ValueLossConfig(scale=0.5)))
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, right, strict=True))
+    assert_gradients_equal(got, right)
     assert all(gradient.abs().max() > 1e-4 for gradient in right)
 
 

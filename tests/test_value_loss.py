@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastppo.backends import KERNELS
 from fastppo.metrics import VALUE_METRICS, summarize
 from fastppo.ops.value_loss import value_loss
 from fastppo.testing import assert_bitwise_equal, make_loss_inputs
@@ -17,6 +18,15 @@ INF, NAN = math.inf, math.nan
 LENGTHS = [7, 1, 12, 4]
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"]
 both_backends = pytest.mark.parametrize("backend", ["auto", "torch"])
+
+
+@pytest.fixture(scope="module", params=["cpu", "torch"], autouse=True)
+def kernel(request):
+    """What "auto" takes: the kernel, or, as on a device without one, the formula whose gradients are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setitem(KERNELS, "value_loss", {})
+        yield request.param
 
 
 def oracle(values, old, returns, clip_eps=None) -> np.ndarray:

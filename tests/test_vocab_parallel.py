@@ -20,6 +20,7 @@ from fastppo.ops.advantages import whiten
 from fastppo.ops.logprob import logprob
 from fastppo.testing import assert_bitwise_equal, make_logits, make_targets
 from fastppo.vocab import VocabShard, combine_stats
+from tests.collectives import Collectives
 
 SIZES = (1, 2, 4)
 WORLD = 4
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[int, int, dict[int, list[int]], dict[str, Any]]] = {
     "special": (16, 16, {1: [16], 2: [8, 8], 4: [4, 4, 4, 4]}, {}),
 }
 ROWS = 9
+COMPILED = ("uneven", "padding_only_shard")
 
 
 def problem(name: str) -> dict[str, Any]:
@@ -85,6 +87,18 @@ def evaluate(logits: torch.Tensor, case: dict[str, Any], vocab: VocabShard | Non
     }
 
 
+def compiled_gradient(logits: torch.Tensor, case: dict[str, Any], vocab: VocabShard) -> torch.Tensor:
+    """As `evaluate`, in one graph."""
+    leaf = logits.clone().requires_grad_()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        out = logprob(x * 1, case["targets"], vocab=vocab, **case["options"])
+        return (out.logprobs * case["upstream"][0] + out.entropy * case["upstream"][1]).sum()
+
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(leaf).backward()
+    return leaf.grad
+
+
 def errors(group: Any, start: int, end: int) -> dict[str, str]:
     """What a rank's mistakes raise; none may reach the collective, or the other ranks would hang."""
     caught = {}
@@ -104,18 +118,6 @@ def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
-    collectives: list[str] = []
-    for op in (
-        "all_gather_into_tensor",
-        "all_gather",
-        "all_reduce",
-        "reduce_scatter_tensor",
-        "broadcast",
-        "all_to_all_single",
-    ):
-        original = getattr(dist, op)
-        setattr(dist, op, lambda *a, _op=op, _f=original, **k: (collectives.append(_op), _f(*a, **k))[1])
-
     results: dict[Any, Any] = {}
     for size in SIZES:
         group = dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
@@ -125,15 +127,18 @@ def worker(rank: int, folder: str) -> None:
             start = sum(columns[size][:rank])
             vocab = VocabShard(start, start + columns[size][rank], group, vocab_size)
             case = problem(name)
-            collectives.clear()
-            results[size, name] = evaluate(case["logits"][:, vocab.start : vocab.end], case, vocab)
-            results[size, name]["collectives"] = list(collectives)
+            local = case["logits"][:, vocab.start : vocab.end]
+            with Collectives() as collectives:
+                results[size, name] = evaluate(local, case, vocab)
+            results[size, name]["collectives"] = collectives.names
+            if name in COMPILED:
+                results[size, name]["compiled_grad"] = compiled_gradient(local, case, vocab)
         if size > 1:
             results[size, "errors"] = errors(group, 8 // size * rank, 8 // size * (rank + 1))
         x, mask = whiten_input()
-        collectives.clear()
-        results[size, "whiten"] = whiten(x.chunk(size)[rank], mask.chunk(size)[rank], group=group)
-        results[size, "whiten_collectives"] = list(collectives)
+        with Collectives() as collectives:
+            results[size, "whiten"] = whiten(x.chunk(size)[rank], mask.chunk(size)[rank], group=group)
+        results[size, "whiten_collectives"] = collectives.names
         results[size, "whiten_shifted"] = whiten(
             x.chunk(size)[rank], mask.chunk(size)[rank], group=group, shift_mean=False
         )
@@ -191,6 +196,14 @@ def test_sharded_equals_unsharded(ranks, size, name):
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_whole_equals_eager(ranks, size, name):
+    for rank in range(size):
+        result = ranks[rank][size, name]
+        torch.testing.assert_close(result["compiled_grad"], result["grad"], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CASES)
 def test_exactly_one_collective_forward_and_none_backward(ranks, size, name):
     expected = ["all_gather_into_tensor"] if size > 1 and name != "no_rows" else []
@@ -216,7 +229,7 @@ def test_whiten_over_ranks(ranks, size):
         expected[mask] = (kept - kept.mean()) / (kept.var(correction=0) + 1e-8).sqrt() + mean
         got = torch.cat([ranks[rank][size, key] for rank in range(size)])
         torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
-    assert ranks[0][size, "whiten_collectives"] == ["all_reduce"] * 2
+    assert ranks[0][size, "whiten_collectives"] == ["allreduce_"] * 2
     if size == WORLD:
         assert_bitwise_equal(
             "default group", torch.cat([r["whiten_default"] for r in ranks]), torch.cat([r[4, "whiten"] for r in ranks])
@@ -228,7 +241,7 @@ def test_a_target_that_no_rank_holds_is_nan():
     logits, targets = torch.randn(2, 6), torch.tensor([9, 4])
     logits[1, 4] = -INF
     options = (None, 1.0, None, -100, True)
-    shards = [torch.ops.fastppo.logprob_stats(logits[:, a : a + 3], targets, *options, a, 3) for a in (0, 3)]
+    shards = [torch.ops.fastppo.logprob_stats(logits[:, a : a + 3], targets, *options, a, 3, "auto") for a in (0, 3)]
     target_logits = combine_stats(torch.stack(shards), 1.0)[:, 3].tolist()
     assert target_logits[0] != target_logits[0] and target_logits[1] == -INF
 
@@ -258,7 +271,7 @@ def test_combination_of_any_cut_is_the_whole(seed, widths, kind):
 
     def stats(start: int, end: int) -> torch.Tensor:
         return torch.ops.fastppo.logprob_stats(
-            logits[:, start:end], targets, None, 1.0, None, -100, True, start, end - start
+            logits[:, start:end], targets, None, 1.0, None, -100, True, start, end - start, "auto"
         )
 
     ends = torch.tensor(widths).cumsum(0).tolist()

@@ -47,7 +47,7 @@ class SelectedRows:
 
 
 class PolicyLoss:
-    """`__call__(hidden [N, D], weight [V, D], rows) -> StepLoss`: log-probs, then `fastppo.ppo_loss`."""
+    """`__call__(hidden [N, D], weight [V, D], rows) -> StepLoss`: `fastppo.linear_ppo_loss`, chunk by chunk."""
 
     def __init__(self, loss_fn: LossConfig, *, temperature: float, norm_length: float, softcap: float | None = None):
         self.loss_fn, self.temperature, self.softcap = loss_fn, temperature, softcap
@@ -61,23 +61,20 @@ class PolicyLoss:
 
     def __call__(self, hidden: Tensor, weight: Tensor, rows: SelectedRows, bias: Tensor | None = None) -> StepLoss:
         cfg = self.loss_fn
-        logprobs, entropy = fastppo.logprob(
-            F.linear(hidden, weight, bias),
-            rows.targets,
-            temperature=self.temperature,
-            softcap=self.softcap,
-            inplace_backward=True,  # nobody else sees these logits: their gradient takes their place
-        )
         kl_in_loss = bool(cfg.reference_policy_kl_penalty) and not cfg.use_kl_in_reward
-        output = fastppo.ppo_loss(
-            logprobs,
+        output = fastppo.linear_ppo_loss(
+            hidden,
+            weight,
+            rows.targets,
             rows.fields["old_logprobs"],
             rows.fields["advantages"],
+            bias=bias,
+            temperature=self.temperature,
+            softcap=self.softcap,
             loss_type=cfg.type,
             clip_eps=cfg.ratio_clip_min,
             clip_eps_high=cfg.ratio_clip_max,
             dual_clip=cfg.ratio_clip_c,
-            entropy=entropy,
             ent_coef=cfg.entropy_bonus,
             ref_logprobs=rows.fields["ref_logprobs"] if kl_in_loss else None,
             kl_coef=cfg.reference_policy_kl_penalty if kl_in_loss else 0.0,
@@ -89,7 +86,7 @@ class PolicyLoss:
             num_tokens=rows.num_tokens,
             num_seqs=rows.num_seqs,
         )
-        return StepLoss(output.loss, {"actor": output.metrics, **ratio_error(logprobs, rows)})
+        return StepLoss(output.loss, {"actor": output.metrics, **ratio_error(output.logprobs, rows)})
 
 
 class ValueLoss:

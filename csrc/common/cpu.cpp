@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <stdexcept>
+#include <string>
 
 #include "common/macros.h"
 
@@ -24,11 +26,13 @@ CpuIsa best_isa() {
 CpuIsa chosen_isa() {
   const CpuIsa best = best_isa();
   const char* name = std::getenv("FASTPPO_CPU_ISA");
-  if (name == nullptr) return best;
+  if (name == nullptr || *name == '\0') return best;
   for (CpuIsa isa : {CpuIsa::kBaseline, CpuIsa::kAvx2, CpuIsa::kAvx512}) {
-    if (std::strcmp(name, cpu_isa_name(isa)) == 0 && isa < best) return isa;
+    if (std::strcmp(name, cpu_isa_name(isa)) == 0 && isa <= best) return isa;
   }
-  return best;
+  throw std::invalid_argument(
+      std::string("FASTPPO_CPU_ISA must be one of baseline, avx2, avx512, and no more than this machine has, ") +
+      cpu_isa_name(best) + "; got '" + name + "'");
 }
 
 }  // namespace

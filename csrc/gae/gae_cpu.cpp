@@ -1,9 +1,16 @@
-// CPU kernel of gae. The recurrence is a chain of dependent multiply-adds, so one sequence alone waits on latency:
-// LANES sequences advance together, one per SIMD lane, each aligned at its own end. kSteps positions of them at a time
-// are gathered into a small transposed tile, walked, and scattered. Lanes never mix and no instruction set contracts
-// into fused multiply-adds, so an answer depends neither on LANES, nor on the instruction set, nor on the threads.
+// CPU kernel of gae. The recurrence of a sequence is a chain of dependent multiply-adds and waits on their latency; all
+// the rest is independent from position to position. So SLOTS sequences are walked side by side, in tiles of kSteps
+// positions each:
+//   1. fill: along time, in short vectors: the next selected value, delta = reward + gamma * next - value, and the
+//      factor of the chain;
+//   2. chain: one scalar chain per slot, SLOTS of them interleaved, so that they hide each other's latency;
+//   3. emit: along time, in short vectors: advantages and returns.
+// An unselected position is delta = -0 and factor 1, which leaves any acc as it is, bit for bit. A slot whose sequence
+// has ended takes the next one of its block. Time-major tensors, whose sequences lie side by side in memory, are walked
+// with a sequence per SIMD lane instead. Each position's arithmetic is the same everywhere and no instruction set
+// contracts into fused multiply-adds, so an answer depends on no layout, instruction set or number of threads.
 //
-// Legend: b sequence, t position in time, i step of the tile counted from the end, lane one sequence of a group.
+// Legend: b sequence, t position in time, j position within a tile (t = start + j).
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -17,129 +24,14 @@
 namespace fastppo {
 namespace {
 
-constexpr int kSteps = 64;
+constexpr int kSteps = 128;
+constexpr int kMaxLanes = 16;
 constexpr int64_t kMinTokensPerBlock = 16384;  // below this a thread costs more to wake than it saves
-
-struct Span {
-  int64_t start;
-  int64_t length;
-};
-
-FASTPPO_INLINE Span sequence(const GaeParams& p, int64_t b) {
-  if (p.cu_seqlens == nullptr) return {0, p.num_steps};
-  if (p.cu_seqlens_int64) {
-    const int64_t* cu = static_cast<const int64_t*>(p.cu_seqlens);
-    return {cu[b], cu[b + 1] - cu[b]};
-  }
-  const int32_t* cu = static_cast<const int32_t*>(p.cu_seqlens);
-  return {cu[b], static_cast<int64_t>(cu[b + 1]) - cu[b]};
-}
+constexpr int kBlocksPerThread = 8;            // so that a thread that is late leaves work to the others
 
 template <typename T>
 FASTPPO_INLINE const T* address(const GaeTensor& x, int64_t b, int64_t t) {
   return static_cast<const T*>(x.data) + b * x.row_stride + t * x.time_stride;
-}
-
-template <int LANES>
-using Matrix = float[kSteps][LANES];
-template <int LANES>
-using Bytes = int8_t[kSteps][LANES];
-
-template <int LANES>
-struct Tile {
-  alignas(64) Matrix<LANES> rewards;
-  alignas(64) Matrix<LANES> values;
-  alignas(64) Matrix<LANES> next;  // the next value where cut
-  alignas(64) Matrix<LANES> advantages;
-  alignas(64) Matrix<LANES> returns;
-  alignas(64) Bytes<LANES> selected;  // true where not 0
-  alignas(64) Bytes<LANES> truncated;
-  alignas(64) Bytes<LANES> terminated;
-};
-
-// The sequences of one group, and how far each has been walked.
-template <int LANES>
-struct Group {
-  int64_t first;        // the sequence of lane 0
-  int lanes;            // lanes in use
-  Span spans[LANES];    // length 0 for a lane that is not in use
-  int steps[LANES];     // positions of this tile
-  int64_t last[LANES];  // t of step 0 of this tile
-  bool level;           // every lane is in use, and at the same t
-
-  // Whether step i of all lanes lies side by side in a tensor with these strides.
-  bool side_by_side(int64_t row_stride) const { return level && row_stride == 1; }
-
-  // Steps that each of four lanes has.
-  int common_steps(int lane) const {
-    return std::min(std::min(steps[lane], steps[lane + 1]), std::min(steps[lane + 2], steps[lane + 3]));
-  }
-};
-
-FASTPPO_INLINE int8_t convert(uint8_t x) {
-  return static_cast<int8_t>(x);
-}
-FASTPPO_INLINE float convert(float x) {
-  return x;
-}
-FASTPPO_INLINE float convert(Half x) {
-  return to_float(x);
-}
-FASTPPO_INLINE float convert(BFloat16 x) {
-  return to_float(x);
-}
-
-// A lane's steps from i on, one by one.
-template <typename T, int LANES, typename Element>
-FASTPPO_INLINE void gather_lane(const GaeTensor& x, const Group<LANES>& g, int lane, int i,
-                                Element (&tile)[kSteps][LANES]) {
-  if (i >= g.steps[lane]) return;
-  const T* source = address<T>(x, g.first + lane, g.last[lane]);
-  for (; i < g.steps[lane]; ++i) tile[i][lane] = convert(source[-i * x.time_stride]);
-}
-
-template <typename T, int LANES, typename Element>
-FASTPPO_INLINE void gather(const GaeTensor& x, const Group<LANES>& g, Element (&tile)[kSteps][LANES]) {
-  if (g.side_by_side(x.row_stride)) {
-    for (int i = 0; i < g.steps[0]; ++i) {
-      const T* source = address<T>(x, g.first, g.last[0] - i);
-      for (int lane = 0; lane < LANES; ++lane) tile[i][lane] = convert(source[lane]);
-    }
-    return;
-  }
-  if constexpr (std::is_same_v<Element, float>) {
-    if (x.time_stride == 1) {
-      for (int lane = 0; lane < LANES; lane += 4) {
-        const T* source[4];
-        for (int k = 0; k < 4; ++k) source[k] = address<T>(x, g.first + lane + k, g.last[lane + k]);
-        int i = 0;
-        for (const int common = g.common_steps(lane); i + 4 <= common; i += 4) {
-          Floats4 a = load4(source[0] - i - 3), b = load4(source[1] - i - 3);
-          Floats4 c = load4(source[2] - i - 3), d = load4(source[3] - i - 3);
-          transpose(a, b, c, d);
-          store4(&tile[i][lane], d);
-          store4(&tile[i + 1][lane], c);
-          store4(&tile[i + 2][lane], b);
-          store4(&tile[i + 3][lane], a);
-        }
-        for (int k = 0; k < 4; ++k) gather_lane<T>(x, g, lane + k, i, tile);
-      }
-      return;
-    }
-  }
-  for (int lane = 0; lane < g.lanes; ++lane) gather_lane<T>(x, g, lane, 0, tile);
-}
-
-template <int LANES>
-FASTPPO_INLINE void gather_floats(const GaeTensor& x, const Group<LANES>& g, Matrix<LANES>& tile) {
-  switch (x.dtype) {
-    case Dtype::kFloat32:
-      return gather<float>(x, g, tile);
-    case Dtype::kFloat16:
-      return gather<Half>(x, g, tile);
-    case Dtype::kBFloat16:
-      return gather<BFloat16>(x, g, tile);
-  }
 }
 
 FASTPPO_INLINE float load_float(const GaeTensor& x, int64_t b, int64_t t) {
@@ -153,177 +45,448 @@ FASTPPO_INLINE float load_float(const GaeTensor& x, int64_t b, int64_t t) {
   }
 }
 
-template <int LANES, bool CUTS>
-FASTPPO_INLINE void load_tile(const GaeParams& p, const Group<LANES>& g, int steps, Tile<LANES>& tile) {
-  for (int lane = 0; lane < LANES; ++lane) {
-    for (int i = 0; i < g.steps[lane] && p.mask.data == nullptr; ++i) tile.selected[i][lane] = 1;
-    for (int i = g.steps[lane]; i < steps; ++i) tile.selected[i][lane] = 0;
-  }
-  if (p.mask.data != nullptr) gather<uint8_t>(p.mask, g, tile.selected);
-  gather_floats(p.rewards, g, tile.rewards);
-  gather_floats(p.values, g, tile.values);
-  if (!CUTS) return;
-  if (p.terminated.data != nullptr) gather<uint8_t>(p.terminated, g, tile.terminated);
-  if (p.truncated.data != nullptr) {
-    gather<uint8_t>(p.truncated, g, tile.truncated);
-    gather_floats(p.bootstrap_values, g, tile.next);
-  }
-}
+// A tile of one sequence, ascending in time. Vectors are computed whole; a position that the tile does not have is
+// unselected.
+struct Tile {
+  alignas(64) float rewards[kSteps];
+  alignas(64) float values[kSteps + kMaxLanes];  // and one more: the next value of the last position
+  alignas(64) float bootstrap[kSteps];
+  alignas(64) float deltas[kSteps];  // then advantages
+  alignas(64) float factors[kSteps];
+  alignas(64) float deltas_returns[kSteps];  // then advantages under the lambda of the returns
+  alignas(64) float factors_returns[kSteps];
+  alignas(64) int32_t kept[kSteps];                 // 0 where acc does not pass, else all ones
+  alignas(64) int32_t flags[kSteps];                // `selected` of those vectors that are selected in part
+  alignas(64) int8_t selected[kSteps + kMaxLanes];  // all ones or 0; and one more: all ones
+  alignas(64) int8_t terminated[kSteps];
+  alignas(64) int8_t truncated[kSteps];
+};
 
-template <int LANES>
-FASTPPO_INLINE void store_tile(const GaeParams& p, const Group<LANES>& g, const Matrix<LANES>& tile, float* out) {
-  const int64_t row_stride = p.out_row_stride;
-  const int64_t time_stride = p.out_time_stride;
-  if (g.side_by_side(row_stride)) {
-    for (int i = 0; i < g.steps[0]; ++i) {
-      std::memcpy(out + g.first + (g.last[0] - i) * time_stride, tile[i], sizeof(tile[i]));
-    }
-    return;
+// A sequence on its walk.
+struct Slot {
+  int64_t b;
+  int64_t start;
+  int64_t left;  // positions that are still to be walked, the tile's included
+  int n;         // positions of the tile
+  float next_value;
+  float acc, acc_returns;
+  float factor, factor_returns;
+};
+
+enum class Selected { kNone, kSome, kAll };
+
+// The kernel in vectors of kLanes: of the width that the instruction set has, because GCC keeps wider ones in memory.
+template <int kLanes>
+struct Kernel {
+  using Floats = typename Simd<kLanes>::Floats;
+  using Flags = typename Simd<kLanes>::Flags;
+  using Bytes = typename Simd<kLanes>::Bytes;
+
+  // kLanes bytes as flags: all ones where not 0. In two steps, for each of which every instruction set has an
+  // instruction; for one from 8 to 32 bits GCC takes the bytes apart.
+  static FASTPPO_INLINE Flags load_flags(const void* source) {
+    typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
+    Bytes bytes;
+    std::memcpy(&bytes, source, sizeof(bytes));
+    return __builtin_convertvector(__builtin_convertvector(bytes != 0, Shorts), Flags);
   }
-  for (int lane = 0; lane < g.lanes; lane += 4) {
-    float* target[4];
-    for (int k = 0; k < 4; ++k) target[k] = out + (g.first + lane + k) * row_stride + g.last[lane + k] * time_stride;
-    int i = 0;
-    for (const int common = time_stride == 1 ? g.common_steps(lane) : 0; i + 4 <= common; i += 4) {
-      Floats4 a = load4(&tile[i + 3][lane]), b = load4(&tile[i + 2][lane]);
-      Floats4 c = load4(&tile[i + 1][lane]), d = load4(&tile[i][lane]);
-      transpose(a, b, c, d);
-      store4(target[0] - i - 3, a);
-      store4(target[1] - i - 3, b);
-      store4(target[2] - i - 3, c);
-      store4(target[3] - i - 3, d);
+
+  static FASTPPO_INLINE Flags load_flags(const int32_t* source) {
+    Flags flags;
+    std::memcpy(&flags, source, sizeof(flags));
+    return flags;
+  }
+
+  // a where a flag is set, else b: of bits, because GCC takes a select of vectors of 64 bytes apart where flags come
+  // from memory.
+  static FASTPPO_INLINE Floats select(const Flags& flags, const Floats& a, const Floats& b) {
+    return (Floats)(((Flags)a & flags) | ((Flags)b & ~flags));
+  }
+
+  static FASTPPO_INLINE Selected selected_of(const int8_t* bytes) {
+    // Whole words, of which there are one or two, or half a one.
+    using Word = std::conditional_t<kLanes == 4, uint32_t, uint64_t>;
+    Word words[kLanes / sizeof(Word)];
+    std::memcpy(words, bytes, sizeof(words));
+    Word any = 0, all = ~Word{0};
+    for (const Word word : words) {
+      any |= word;
+      all &= word;
     }
-    for (int k = 0; k < 4; ++k) {
-      for (int j = i; j < g.steps[lane + k]; ++j) target[k][-j * time_stride] = tile[j][lane + k];
+    if (any == 0) return Selected::kNone;
+    return all == ~Word{0} ? Selected::kAll : Selected::kSome;
+  }
+
+  static FASTPPO_INLINE int whole_vectors(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+  template <typename T>
+  static FASTPPO_INLINE void copy(const T* source, int64_t stride, int n, float* target) {
+    int j = 0;
+    for (; stride == 1 && j + kLanes <= n; j += kLanes) store<kLanes>(target + j, load<kLanes>(source + j));
+    for (; j < n; ++j) target[j] = to_float(source[j * stride]);
+  }
+
+  // Positions t to t + n of a float input, as float32.
+  static FASTPPO_INLINE void copy_floats(const GaeTensor& x, int64_t b, int64_t t, int n, float* target) {
+    switch (x.dtype) {
+      case Dtype::kFloat32:
+        return copy(address<float>(x, b, t), x.time_stride, n, target);
+      case Dtype::kFloat16:
+        return copy(address<Half>(x, b, t), x.time_stride, n, target);
+      case Dtype::kBFloat16:
+        return copy(address<BFloat16>(x, b, t), x.time_stride, n, target);
     }
   }
-}
 
-template <int LANES>
-FASTPPO_INLINE typename Simd<LANES>::Flags flags(const int8_t* bytes) {
-  typename Simd<LANES>::Bytes loaded;
-  std::memcpy(&loaded, bytes, sizeof(loaded));
-  return __builtin_convertvector(loaded, typename Simd<LANES>::Flags) != 0;
-}
-
-template <int LANES, bool CUTS, bool SEPARATE_RETURNS>
-FASTPPO_INLINE void walk_group(const GaeParams& p, int64_t first) {
-  using Floats = typename Simd<LANES>::Floats;
-  using Flags = typename Simd<LANES>::Flags;
-  const Floats zero = {};
-
-  Group<LANES> g;
-  g.first = first;
-  g.lanes = static_cast<int>(std::min<int64_t>(LANES, p.num_seqs - first));
-  Floats acc = zero, acc_returns = zero, next_value = zero, decay = zero, decay_returns = zero;
-  int64_t longest = 0;
-  for (int lane = 0; lane < LANES; ++lane) {
-    g.spans[lane] = lane < g.lanes ? sequence(p, first + lane) : Span{0, 0};
-    longest = std::max(longest, g.spans[lane].length);
-    if (lane >= g.lanes) continue;
-    const int64_t b = first + lane;
-    decay[lane] = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b] : p.lam);
-    decay_returns[lane] = p.gamma * (p.lam_returns_per_seq != nullptr ? p.lam_returns_per_seq[b] : p.lam_returns);
-    if (p.final_values.data != nullptr) next_value[lane] = load_float(p.final_values, b, 0);
+  // Positions t to t + n of flags, as all ones where not 0 and 0 where 0, and 0 up to a whole vector.
+  static FASTPPO_INLINE void copy_flags(const GaeTensor& x, int64_t b, int64_t t, int n, int8_t* target) {
+    const int8_t* source = address<int8_t>(x, b, t);
+    int j = 0;
+    for (; x.time_stride == 1 && j + kLanes <= n; j += kLanes) {
+      Bytes bytes;
+      std::memcpy(&bytes, source + j, sizeof(bytes));
+      bytes = bytes != 0;
+      std::memcpy(target + j, &bytes, sizeof(bytes));
+    }
+    for (; j < n; ++j) target[j] = source[j * x.time_stride] != 0 ? -1 : 0;
+    for (; j % kLanes != 0; ++j) target[j] = 0;
   }
-  const Floats gamma = zero + p.gamma;
 
-  Tile<LANES> tile = {};
-  for (int64_t walked = 0; walked < longest; walked += kSteps) {
-    const int steps = static_cast<int>(std::min<int64_t>(kSteps, longest - walked));
-    for (int lane = 0; lane < LANES; ++lane) {
-      const Span span = g.spans[lane];
-      g.steps[lane] = static_cast<int>(std::clamp<int64_t>(span.length - walked, 0, steps));
-      g.last[lane] = span.start + span.length - 1 - walked;
+  // The next values of a vector of positions of which some are unselected, or are followed by one that is. Bits are
+  // blended, because a branch would be mispredicted wherever a mask is irregular.
+  static FASTPPO_INLINE void walk_next_values(const int8_t* selected, const float* values, float* next, int32_t* flags,
+                                              float& next_value) {
+    uint32_t carried;
+    std::memcpy(&carried, &next_value, sizeof(carried));
+    for (int k = kLanes - 1; k >= 0; --k) {
+      uint32_t value;
+      std::memcpy(&value, values + k, sizeof(value));
+      const uint32_t flag = static_cast<uint32_t>(static_cast<int32_t>(selected[k]));
+      std::memcpy(next + k, &carried, sizeof(carried));
+      flags[k] = static_cast<int32_t>(flag);
+      carried ^= (carried ^ value) & flag;
     }
-    g.level = g.lanes == LANES;
-    for (int lane = 1; lane < LANES; ++lane) {
-      g.level = g.level && g.steps[lane] == g.steps[0] && g.last[lane] == g.last[0];
+    std::memcpy(&next_value, &carried, sizeof(carried));
+  }
+
+  static FASTPPO_INLINE void fill(const GaeParams& p, Slot& slot, Tile& tile) {
+    // The short tile, if there is one, is the last in time.
+    const int rest = static_cast<int>(slot.left % kSteps);
+    const int n = slot.n = rest != 0 ? rest : kSteps;
+    const int64_t t = slot.start + slot.left - n;
+    const int whole = whole_vectors(n);
+    if (p.mask.data != nullptr) {
+      copy_flags(p.mask, slot.b, t, n, tile.selected);
+    } else {
+      std::memset(tile.selected, -1, n);
+      std::memset(tile.selected + n, 0, whole - n);
     }
-    load_tile<LANES, CUTS>(p, g, steps, tile);
-    for (int i = 0; i < steps; ++i) {
-      const Floats reward = *reinterpret_cast<const Floats*>(tile.rewards[i]);
-      const Floats value = *reinterpret_cast<const Floats*>(tile.values[i]);
-      const Flags selected = flags<LANES>(tile.selected[i]);
-      Floats next = next_value, carried = acc, carried_returns = acc_returns;
-      if (CUTS) {
-        const Flags terminated = flags<LANES>(tile.terminated[i]);
-        const Flags truncated = flags<LANES>(tile.truncated[i]);
-        next = truncated ? *reinterpret_cast<const Floats*>(tile.next[i]) : next;
-        next = terminated ? zero : next;
-        carried = truncated | terminated ? zero : carried;
-        carried_returns = truncated | terminated ? zero : carried_returns;
+    tile.selected[whole] = -1;
+    copy_floats(p.values, slot.b, t, n, tile.values);
+    tile.values[whole] = slot.next_value;
+    const float* rewards = tile.rewards;
+    if (p.rewards.dtype == Dtype::kFloat32 && p.rewards.time_stride == 1 && n == whole) {
+      rewards = address<float>(p.rewards, slot.b, t);
+    } else {
+      copy_floats(p.rewards, slot.b, t, n, tile.rewards);
+    }
+    const bool terminated = p.terminated.data != nullptr, truncated = p.truncated.data != nullptr;
+    if (terminated) copy_flags(p.terminated, slot.b, t, n, tile.terminated);
+    if (truncated) {
+      copy_flags(p.truncated, slot.b, t, n, tile.truncated);
+      copy_floats(p.bootstrap_values, slot.b, t, n, tile.bootstrap);
+    }
+
+    const Floats zero = {}, one = zero + 1.0f, gamma = zero + p.gamma;
+    const Floats factor = zero + slot.factor, factor_returns = zero + slot.factor_returns;
+    float next_value = slot.next_value;
+    for (int j = whole - kLanes; j >= 0; j -= kLanes) {
+      const Selected kind = selected_of(tile.selected + j);
+      Floats delta = -zero;
+      Flags selected = {}, cut = {};
+      if (kind != Selected::kNone) {
+        Floats next;
+        selected = selected == 0;
+        if (kind == Selected::kAll && tile.selected[j + kLanes] != 0) {
+          next = load<kLanes>(tile.values + j + 1);
+          next_value = tile.values[j];
+        } else {
+          alignas(64) float walked[kLanes];
+          walk_next_values(tile.selected + j, tile.values + j, walked, tile.flags + j, next_value);
+          next = load<kLanes>(walked);
+          selected = load_flags(tile.flags + j);
+        }
+        if (truncated) {
+          cut = load_flags(tile.truncated + j);
+          next = select(cut, load<kLanes>(tile.bootstrap + j), next);
+        }
+        if (terminated) {
+          const Flags ended = load_flags(tile.terminated + j);
+          next = select(ended, zero, next);
+          cut |= ended;
+        }
+        delta = load<kLanes>(rewards + j) + gamma * next - load<kLanes>(tile.values + j);
+        if (kind == Selected::kSome) delta = select(selected, delta, -zero);
+      }
+      store<kLanes>(tile.deltas + j, delta);
+      store<kLanes>(tile.factors + j, select(selected, factor, one));
+      if (p.separate_returns) {
+        store<kLanes>(tile.deltas_returns + j, delta);
+        store<kLanes>(tile.factors_returns + j, select(selected, factor_returns, one));
+      }
+      if (terminated || truncated) {
+        const Flags kept = ~(cut & selected);
+        std::memcpy(tile.kept + j, &kept, sizeof(kept));
+      }
+    }
+    slot.next_value = next_value;
+  }
+
+  // acc = delta + factor * acc for all slots side by side, from position `steps` down; deltas become accs.
+  template <int SLOTS, float (Tile::*DELTAS)[kSteps], float (Tile::*FACTORS)[kSteps], float Slot::* ACC>
+  static FASTPPO_INLINE void chain(Slot* slots, Tile* tiles, int steps) {
+    float acc[SLOTS];
+    for (int i = 0; i < SLOTS; ++i) acc[i] = slots[i].*ACC;
+    for (int j = steps - 1; j >= 0; --j) {
+#pragma GCC unroll 8
+      for (int i = 0; i < SLOTS; ++i) {
+        acc[i] = (tiles[i].*DELTAS)[j] + (tiles[i].*FACTORS)[j] * acc[i];
+        (tiles[i].*DELTAS)[j] = acc[i];
+      }
+    }
+    for (int i = 0; i < SLOTS; ++i) slots[i].*ACC = acc[i];
+  }
+
+  // The same where acc does not pass everywhere. It is stopped by a mask of bits, not by a product, because it may be
+  // NaN; in vectors, of which lane 0 alone counts, because bits of a scalar would travel through other registers.
+  template <int SLOTS, float (Tile::*DELTAS)[kSteps], float (Tile::*FACTORS)[kSteps], float Slot::* ACC>
+  static FASTPPO_INLINE void chain_with_cuts(Slot* slots, Tile* tiles, int steps) {
+    Floats4 acc[SLOTS];
+    for (int i = 0; i < SLOTS; ++i) acc[i] = Floats4{slots[i].*ACC};
+    for (int j = steps - 1; j >= 0; --j) {
+#pragma GCC unroll 8
+      for (int i = 0; i < SLOTS; ++i) {
+        const Simd<4>::Flags carried = (Simd<4>::Flags)acc[i] & Simd<4>::Flags{tiles[i].kept[j]};
+        acc[i] = Floats4{(tiles[i].*DELTAS)[j]} + Floats4{(tiles[i].*FACTORS)[j]} * (Floats4)carried;
+        (tiles[i].*DELTAS)[j] = acc[i][0];
+      }
+    }
+    for (int i = 0; i < SLOTS; ++i) slots[i].*ACC = acc[i][0];
+  }
+
+  // What a slot's tile is shorter by than the others', as unselected positions.
+  static FASTPPO_INLINE void pad(Tile& tile, int n, int steps) {
+    for (int j = whole_vectors(n); j < steps; ++j) {
+      tile.deltas[j] = tile.deltas_returns[j] = -0.0f;
+      tile.factors[j] = tile.factors_returns[j] = 1.0f;
+      tile.kept[j] = -1;
+    }
+  }
+
+  static FASTPPO_INLINE void store_row(const float* row, int n, float* out, int64_t time_stride) {
+    for (int j = 0; j < n; ++j) out[j * time_stride] = row[j];
+  }
+
+  static FASTPPO_INLINE void emit(const GaeParams& p, const Slot& slot, Tile& tile) {
+    const int64_t t = slot.start + slot.left - slot.n;
+    const int64_t offset = slot.b * p.out_row_stride + t * p.out_time_stride;
+    const bool direct = p.out_time_stride == 1 && slot.n % kLanes == 0;
+    float* advantages = direct ? p.advantages + offset : tile.deltas;
+    float* returns = direct ? p.returns + offset : tile.rewards;
+    const float* of_returns = p.separate_returns ? tile.deltas_returns : tile.deltas;
+    const Floats zero = {};
+    for (int j = 0; j < slot.n; j += kLanes) {
+      const Selected kind = selected_of(tile.selected + j);
+      Floats advantage = zero, sum = zero;
+      if (kind != Selected::kNone) {
+        advantage = load<kLanes>(tile.deltas + j);
+        sum = load<kLanes>(of_returns + j) + load<kLanes>(tile.values + j);
+      }
+      if (kind == Selected::kSome) {
+        const Flags selected = load_flags(tile.flags + j);
+        advantage = select(selected, advantage, zero);
+        sum = select(selected, sum, zero);
+      }
+      store<kLanes>(advantages + j, advantage);
+      store<kLanes>(returns + j, sum);
+    }
+    if (direct) return;
+    store_row(advantages, slot.n, p.advantages + offset, p.out_time_stride);
+    store_row(returns, slot.n, p.returns + offset, p.out_time_stride);
+  }
+
+  // Sequence b from its end.
+  static FASTPPO_INLINE void begin(const GaeParams& p, int64_t b, Slot& slot) {
+    int64_t start = 0, stop = p.num_steps;
+    if (p.cu_seqlens != nullptr && p.cu_seqlens_int64) {
+      start = static_cast<const int64_t*>(p.cu_seqlens)[b];
+      stop = static_cast<const int64_t*>(p.cu_seqlens)[b + 1];
+    } else if (p.cu_seqlens != nullptr) {
+      start = static_cast<const int32_t*>(p.cu_seqlens)[b];
+      stop = static_cast<const int32_t*>(p.cu_seqlens)[b + 1];
+    }
+    slot = Slot{};
+    slot.b = b;
+    slot.start = start;
+    slot.left = stop - start;
+    slot.factor = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b] : p.lam);
+    slot.factor_returns = p.gamma * (p.lam_returns_per_seq != nullptr ? p.lam_returns_per_seq[b] : p.lam_returns);
+    if (p.final_values.data != nullptr) slot.next_value = load_float(p.final_values, b, 0);
+  }
+
+  // Sequences b to end.
+  template <int SLOTS>
+  static FASTPPO_INLINE void walk_slots(const GaeParams& p, int64_t b, int64_t end) {
+    const bool cuts = p.terminated.data != nullptr || p.truncated.data != nullptr;
+    Slot slots[SLOTS] = {};
+    Tile tiles[SLOTS];
+    for (;;) {
+      int steps = 0;
+#pragma GCC unroll 1
+      for (int i = 0; i < SLOTS; ++i) {
+        slots[i].left -= slots[i].n;
+        slots[i].n = 0;
+        while (slots[i].left == 0 && b < end) begin(p, b++, slots[i]);
+        if (slots[i].left > 0) fill(p, slots[i], tiles[i]);
+        steps = std::max(steps, whole_vectors(slots[i].n));
+      }
+      if (steps == 0) return;
+#pragma GCC unroll 1
+      for (int i = 0; i < SLOTS; ++i) pad(tiles[i], slots[i].n, steps);
+      if (cuts) {
+        chain_with_cuts<SLOTS, &Tile::deltas, &Tile::factors, &Slot::acc>(slots, tiles, steps);
+      } else {
+        chain<SLOTS, &Tile::deltas, &Tile::factors, &Slot::acc>(slots, tiles, steps);
+      }
+      if (p.separate_returns && cuts) {
+        chain_with_cuts<SLOTS, &Tile::deltas_returns, &Tile::factors_returns, &Slot::acc_returns>(slots, tiles, steps);
+      } else if (p.separate_returns) {
+        chain<SLOTS, &Tile::deltas_returns, &Tile::factors_returns, &Slot::acc_returns>(slots, tiles, steps);
+      }
+#pragma GCC unroll 1
+      for (int i = 0; i < SLOTS; ++i) emit(p, slots[i], tiles[i]);
+    }
+  }
+
+  // Positions t of kLanes sequences from b on, which lie side by side in memory.
+  static FASTPPO_INLINE Floats load_floats(const GaeTensor& x, int64_t b, int64_t t) {
+    switch (x.dtype) {
+      case Dtype::kFloat16:
+        return load<kLanes>(address<Half>(x, b, t));
+      case Dtype::kBFloat16:
+        return load<kLanes>(address<BFloat16>(x, b, t));
+      default:
+        return load<kLanes>(address<float>(x, b, t));
+    }
+  }
+
+  // Those sequences, one per lane.
+  static FASTPPO_INLINE void walk_lanes(const GaeParams& p, int64_t b) {
+    const Floats zero = {}, gamma = zero + p.gamma;
+    Floats factor, factor_returns, acc = zero, acc_returns = zero, next_value = zero;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      factor[lane] = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b + lane] : p.lam);
+      factor_returns[lane] =
+          p.gamma * (p.lam_returns_per_seq != nullptr ? p.lam_returns_per_seq[b + lane] : p.lam_returns);
+      if (p.final_values.data != nullptr) next_value[lane] = load_float(p.final_values, b + lane, 0);
+    }
+    for (int64_t t = p.num_steps - 1; t >= 0; --t) {
+      const Floats reward = load_floats(p.rewards, b, t), value = load_floats(p.values, b, t);
+      const Flags selected = p.mask.data != nullptr ? load_flags(address<int8_t>(p.mask, b, t)) : Flags{} == 0;
+      Floats next = next_value;
+      Flags cut = {};
+      if (p.truncated.data != nullptr) {
+        cut = load_flags(address<int8_t>(p.truncated, b, t));
+        next = select(cut, load_floats(p.bootstrap_values, b, t), next);
+      }
+      if (p.terminated.data != nullptr) {
+        const Flags ended = load_flags(address<int8_t>(p.terminated, b, t));
+        next = select(ended, zero, next);
+        cut |= ended;
       }
       const Floats delta = reward + gamma * next - value;
-      const Floats advantage = delta + decay * carried;
-      Floats return_advantage = advantage;
-      if (SEPARATE_RETURNS) {
-        return_advantage = delta + decay_returns * carried_returns;
-        acc_returns = selected ? return_advantage : acc_returns;
+      const Floats advantage = delta + factor * select(cut, zero, acc);
+      Floats of_returns = advantage;
+      if (p.separate_returns) {
+        of_returns = delta + factor_returns * select(cut, zero, acc_returns);
+        acc_returns = select(selected, of_returns, acc_returns);
       }
-      acc = selected ? advantage : acc;
-      next_value = selected ? value : next_value;
-      *reinterpret_cast<Floats*>(tile.advantages[i]) = selected ? advantage : zero;
-      *reinterpret_cast<Floats*>(tile.returns[i]) = selected ? return_advantage + value : zero;
+      acc = select(selected, advantage, acc);
+      next_value = select(selected, value, next_value);
+      const int64_t offset = b + t * p.out_time_stride;
+      store<kLanes>(p.advantages + offset, select(selected, advantage, zero));
+      store<kLanes>(p.returns + offset, select(selected, of_returns + value, zero));
     }
-    store_tile(p, g, tile.advantages, p.advantages);
-    store_tile(p, g, tile.returns, p.returns);
   }
+
+  // Sequences b to end.
+  static FASTPPO_INLINE void walk(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
+    for (; side_by_side && b + kLanes <= end; b += kLanes) walk_lanes(p, b);
+    if (end - b > 4) {
+      walk_slots<8>(p, b, end);
+    } else if (end - b > 0) {
+      walk_slots<4>(p, b, end);
+    }
+  }
+};
+
+// Whether sequences lie side by side in every tensor.
+bool time_major(const GaeParams& p) {
+  const auto fits = [](const GaeTensor& x) { return x.data == nullptr || x.row_stride == 1; };
+  return p.cu_seqlens == nullptr && p.num_seqs >= kMaxLanes && p.out_row_stride == 1 && fits(p.rewards) &&
+         fits(p.values) && fits(p.mask) && fits(p.terminated) && fits(p.truncated) && fits(p.bootstrap_values);
 }
 
-template <int LANES>
-FASTPPO_INLINE void walk(const GaeParams& p, int64_t first) {
-  const bool cuts = p.terminated.data != nullptr || p.truncated.data != nullptr;
-  if (cuts) {
-    p.separate_returns ? walk_group<LANES, true, true>(p, first) : walk_group<LANES, true, false>(p, first);
-  } else {
-    p.separate_returns ? walk_group<LANES, false, true>(p, first) : walk_group<LANES, false, false>(p, first);
-  }
-}
-
-template <int LANES>
-void walk_baseline(const GaeParams& p, int64_t first) {
-  walk<LANES>(p, first);
+void walk_baseline(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
+  Kernel<4>::walk(p, b, end, side_by_side);
 }
 
 #ifdef FASTPPO_X86
-template <int LANES>
-FASTPPO_TARGET_AVX2 void walk_avx2(const GaeParams& p, int64_t first) {
-  walk<LANES>(p, first);
+FASTPPO_TARGET_AVX2 void walk_avx2(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
+  Kernel<8>::walk(p, b, end, side_by_side);
 }
 
-template <int LANES>
-FASTPPO_TARGET_AVX512 void walk_avx512(const GaeParams& p, int64_t first) {
-  walk<LANES>(p, first);
+FASTPPO_TARGET_AVX512 void walk_avx512(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
+  Kernel<16>::walk(p, b, end, side_by_side);
 }
 #endif
 
-template <int LANES>
-void walk_all(const GaeParams& p, int num_threads) {
-  void (*walk_one)(const GaeParams&, int64_t) = walk_baseline<LANES>;
-#ifdef FASTPPO_X86
-  if (cpu_isa() == CpuIsa::kAvx2) walk_one = walk_avx2<LANES>;
-  if (cpu_isa() == CpuIsa::kAvx512) walk_one = walk_avx512<LANES>;
-#endif
-  const int64_t groups = (p.num_seqs + LANES - 1) / LANES;
-  const int64_t tokens = p.cu_seqlens != nullptr ? p.num_steps : p.num_seqs * p.num_steps;
-  const int64_t blocks = std::clamp<int64_t>(tokens / kMinTokensPerBlock, 1, groups);
-  parallel_for(blocks, num_threads, [&](int64_t block) {
-    for (int64_t group = block * groups / blocks; group < (block + 1) * groups / blocks; ++group) {
-      walk_one(p, group * LANES);
-    }
-  });
+// The first sequence of a block of `blocks`: an equal share of the positions, or of the lanes' groups.
+int64_t first_of_block(const GaeParams& p, int64_t block, int64_t blocks, bool side_by_side) {
+  if (p.cu_seqlens == nullptr) {
+    const int64_t unit = side_by_side ? kMaxLanes : 1;
+    const int64_t units = (p.num_seqs + unit - 1) / unit;
+    return std::min(block * units / blocks * unit, p.num_seqs);
+  }
+  if (block == blocks) return p.num_seqs;
+  const int64_t t = block * p.num_steps / blocks;
+  if (p.cu_seqlens_int64) {
+    const int64_t* cu = static_cast<const int64_t*>(p.cu_seqlens);
+    return std::lower_bound(cu, cu + p.num_seqs, t) - cu;
+  }
+  const int32_t* cu = static_cast<const int32_t*>(p.cu_seqlens);
+  return std::lower_bound(cu, cu + p.num_seqs, t) - cu;
 }
 
 }  // namespace
 
 void gae_cpu(const GaeParams& params, int num_threads) {
   if (params.num_seqs == 0 || params.num_steps == 0) return;
-  if (params.num_seqs >= 16 * static_cast<int64_t>(num_threads)) {
-    walk_all<16>(params, num_threads);
-  } else {
-    walk_all<4>(params, num_threads);
-  }
+  auto walk_some = walk_baseline;
+#ifdef FASTPPO_X86
+  if (cpu_isa() == CpuIsa::kAvx2) walk_some = walk_avx2;
+  if (cpu_isa() == CpuIsa::kAvx512) walk_some = walk_avx512;
+#endif
+  const bool side_by_side = time_major(params);
+  const int64_t positions = params.cu_seqlens != nullptr ? params.num_steps : params.num_seqs * params.num_steps;
+  // A block of fewer sequences than slots leaves slots idle, which counts for less than an idle thread.
+  const int64_t most = std::min<int64_t>(std::max<int64_t>(num_threads, params.num_seqs / 16), params.num_seqs);
+  const int64_t few = std::min<int64_t>(most, static_cast<int64_t>(kBlocksPerThread) * num_threads);
+  const int64_t blocks = std::clamp<int64_t>(positions / kMinTokensPerBlock, 1, few);
+  parallel_for(blocks, num_threads, [&](int64_t block) {
+    const int64_t b = first_of_block(params, block, blocks, side_by_side);
+    walk_some(params, b, first_of_block(params, block + 1, blocks, side_by_side), side_by_side);
+  });
 }
 
 }  // namespace fastppo

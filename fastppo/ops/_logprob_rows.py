@@ -1,15 +1,14 @@
-"""The row statistics and the logits' gradient of `logprob` in torch: the ops that every device and dtype has.
+"""The row statistics and the logits' gradient of `logprob` in torch, for what no kernel takes: any device and dtype.
 
-The rows are taken in chunks small enough to stay in cache. The registered ops are the seam of `ops/logprob.py`: a
-kernel replaces them and nothing else.
+The rows are taken in chunks small enough to stay in cache.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastppo.dtypes import accumulator
 from fastppo.vocab import FLOOR, NOT_HERE
 
 # Elements per chunk. CPU: a few float32 buffers of 4 MB, which stay in cache. Accelerators: enough to fill them.
@@ -17,7 +16,7 @@ _CHUNK_CPU = 1 << 20
 _CHUNK_ACCELERATOR = 1 << 24
 
 
-def _logprob_stats(
+def stats(
     logits: Tensor,
     targets: Tensor,
     temperature: Tensor | None,
@@ -28,13 +27,14 @@ def _logprob_stats(
     start: int,
     used: int,
 ) -> Tensor:
-    """[N, 4] = (m, s, t, zy) of this rank's columns. A row that is ignored holds (-inf, 0, 0, NOT_HERE) or anything."""
-    dtype = _accumulator(logits)
-    stats = torch.zeros(targets.numel(), 4, dtype=dtype, device=logits.device)
-    stats[:, 0] = -torch.inf
-    stats[:, 3] = NOT_HERE
+    """[N, 4] = (m, s - 1, t, zy) of this rank's columns. An ignored row holds (-inf, -1, 0, NOT_HERE) or anything."""
+    dtype = accumulator(logits)
+    result = torch.zeros(targets.numel(), 4, dtype=dtype, device=logits.device)
+    result[:, 0] = -torch.inf
+    result[:, 1] = -1
+    result[:, 3] = NOT_HERE
     if used == 0:
-        return stats
+        return result
     for rows, local, (z,) in _row_chunks(targets != ignore_index, logits[..., :used]):
         x = _softcapped(_take(z, local).to(dtype), softcap)[0]
         m = x.amax(1)
@@ -42,43 +42,20 @@ def _logprob_stats(
         zy = torch.where(here, x.gather(1, y)[:, 0], NOT_HERE)
         divisor = scalar_temperature if temperature is None else temperature[rows].to(dtype)
         d = _differences(x, torch.where(m == -torch.inf, 0.0, m), divisor)
-        e = d.exp()
-        s = _row_sum(e)
-        t = _row_sum(e.mul_(d)) if with_entropy else torch.zeros_like(s)
-        stats[rows] = torch.stack((m, s, t, zy), 1)
-    return stats
+        at_m = d == 0
+        e = d.exp().masked_fill_(at_m, 0)  # theirs is 1: counted apart, see vocab.py
+        excess = at_m.sum(1) - 1 + _row_sum(e)
+        t = _row_sum(e.mul_(d)) if with_entropy else torch.zeros_like(excess)
+        result[rows] = torch.stack((m, excess, t, zy), 1)
+    return result
 
 
-def _logprob_dlogits(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor | None,
-    stats: Tensor,
-    upstream: Tensor,
-    *options: Any,
-) -> Tensor:
-    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _write_dlogits(dlogits, logits, targets, temperature, stats, upstream, *options)
-    return dlogits
-
-
-def _logprob_dlogits_(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor | None,
-    stats: Tensor,
-    upstream: Tensor,
-    *options: Any,
-) -> None:
-    _write_dlogits(logits, logits, targets, temperature, stats, upstream, *options)
-
-
-def _write_dlogits(
+def write_dlogits(
     out: Tensor,
     logits: Tensor,
     targets: Tensor,
     temperature: Tensor | None,
-    stats: Tensor,
+    kept: Tensor,
     upstream: Tensor,
     scalar_temperature: float,
     softcap: float | None,
@@ -87,20 +64,24 @@ def _write_dlogits(
     start: int,
     used: int,
 ) -> None:
-    """out, which may be the logits themselves, becomes their gradient. upstream: [N, 2], of logprobs and entropy."""
+    """out, which may be the logits themselves, becomes their gradient.
+
+    kept: [N, 4] (m, s - 1, t/s, d_y); upstream: [N, 2], the gradients of logprobs and entropy.
+    """
     out[..., used:] = 0
     if used == 0:
         return
-    dtype = stats.dtype
+    dtype = kept.dtype
     wanted = (targets != ignore_index) & (upstream != 0).any(1)
     for rows, local, (z, dz) in _row_chunks(wanted, logits[..., :used], out[..., :used], zero_last=True):
         x, slope = _softcapped(_take(z, local).to(dtype), softcap)
-        m, s, mean_d, d_y = stats[rows].unbind(1)
+        m, excess, mean_d, d_y = kept[rows].unbind(1)
+        s = 1 + excess
         g_lp, g_h = upstream[rows].unbind(1)
         y, here = _columns(targets[rows], start, used)
         divisor = scalar_temperature if temperature is None else temperature[rows].to(dtype)
         a = torch.where(d_y.isnan(), torch.nan, (g_h * mean_d - g_lp) / (s * divisor))
-        at_y = g_lp * -torch.expm1(d_y - s.log())
+        at_y = g_lp * -torch.expm1(d_y - excess.log1p())
         d = _differences(x, m, divisor)
         e = d.exp()
         factor = a[:, None]
@@ -198,38 +179,3 @@ def _row_sum(x: Tensor) -> Tensor:
     if x.shape[0] == 1:
         return torch.cat((x, x)).sum(1)[:1]
     return x.sum(1)
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-_OPTIONS = "float scalar_temperature, float? softcap, int ignore_index, bool with_entropy, int start, int used"
-_LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
-_LIBRARY.define(f"logprob_stats(Tensor logits, Tensor targets, Tensor? temperature, {_OPTIONS}) -> Tensor")
-_LIBRARY.define(
-    "logprob_dlogits(Tensor logits, Tensor targets, Tensor? temperature, Tensor stats, Tensor upstream, "
-    f"{_OPTIONS}) -> Tensor"
-)
-_LIBRARY.define(
-    "logprob_dlogits_(Tensor(a!) logits, Tensor targets, Tensor? temperature, Tensor stats, Tensor upstream, "
-    f"{_OPTIONS}) -> ()"
-)
-_LIBRARY.impl("logprob_stats", _logprob_stats, "CompositeExplicitAutograd")
-_LIBRARY.impl("logprob_dlogits", _logprob_dlogits, "CompositeExplicitAutograd")
-_LIBRARY.impl("logprob_dlogits_", _logprob_dlogits_, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("fastppo::logprob_stats", lib=_LIBRARY)
-def _(logits: Tensor, targets: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(targets.numel(), 4, dtype=_accumulator(logits))
-
-
-@torch.library.register_fake("fastppo::logprob_dlogits", lib=_LIBRARY)
-def _(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@torch.library.register_fake("fastppo::logprob_dlogits_", lib=_LIBRARY)
-def _(*_: Any) -> None:
-    return None

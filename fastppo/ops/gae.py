@@ -18,7 +18,8 @@ from torch import Tensor
 from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.checks import FLOATS, check_device, check_like, check_tensor, contents_checked
-from fastppo.ops.advantages import whiten as whiten_advantages
+from fastppo.ops._whiten import whiten as whiten_on_cpu
+from fastppo.ops.advantages import whiten as whiten_anywhere
 from fastppo.packing import check_cu_seqlens_contents, check_cu_seqlens_form
 from fastppo.reference.gae import gae as definition
 
@@ -109,7 +110,8 @@ def gae(
         backend,
     )
     if whiten:
-        advantages = whiten_advantages(advantages, mask, group=group)
+        compiled = backend in ("auto", "cpu") and advantages.device.type == "cpu" and advantages.dtype == torch.float32
+        advantages = (whiten_on_cpu if compiled else whiten_anywhere)(advantages, mask, group=group)
     return GAEOutput(advantages, returns)
 
 

@@ -6,10 +6,11 @@ Per row, with x = softcap(logits), m = max x, d = (x - m) / temperature, e = exp
     dd_j = e_j/s * (-g_lp - g_H * (d_j - t/s)),  at j = y plus g_lp, formed as g_lp * -expm1(logprob).
 
 Everything is a difference to the maximum: a shift of the logits changes nothing, and logprob <= 0 and entropy >= 0
-hold exactly. Kept for backward: the caller's logits and four numbers per row (m, s, t/s, d_y); e is recomputed.
+hold exactly; s - 1 is what is kept of s, so that a peaked row keeps its digits. Kept for backward: the caller's logits
+and four numbers per row (m, s - 1, t/s, d_y); e is recomputed.
 
-The rows are worked on in chunks (`ops/_logprob_rows.py`), so next to logits and dlogits a CPU needs about 16 MB.
-`backend="torch"` asks for the plain formula of `reference/logprob.py` instead: higher derivatives, no such economy.
+One read of the logits in forward, one read and one write in backward, no copy. `backend="torch"` and float64 take the
+plain formula of `reference/logprob.py` instead: higher derivatives, no such economy.
 
 Over a sharded vocabulary the four numbers are of this rank's columns, gathered and combined in `vocab.py`; backward is
 local.
@@ -20,19 +21,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-import fastppo.ops._logprob_rows  # noqa: F401  registers torch.ops.fastppo.logprob_*
-from fastppo.backends import resolve
-from fastppo.checks import (
-    INTEGERS,
-    check_device,
-    check_like,
-    check_number,
-    check_tensor,
-    contents_checked,
-    refuse_double_backward,
-)
+from fastppo.backends import NAMES, resolve
+from fastppo.checks import INTEGERS, check_choice, check_device, check_tensor
+from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
+from fastppo.ops._logprob_ops import RowOptions, check_rows
 from fastppo.reference.logprob import logprob as definition
-from fastppo.vocab import VocabShard, combine_stats, gather_stats
+from fastppo.vocab import VocabShard, gather_stats
 
 
 class LogprobOutput(NamedTuple):
@@ -84,8 +78,9 @@ def logprob(
     check_tensor("targets", targets, INTEGERS)
     targets = targets.long()  # an unsigned dtype has no -100 to compare with
     _check(logits, targets, temperature, softcap, ignore_index, vocab, inplace_backward)
-    resolve("logprob", backend, logits.device, logits.dtype)
-    if backend == "torch" and vocab is None and not inplace_backward:
+    check_choice("backend", backend, NAMES)
+    if vocab is None and not inplace_backward and (backend == "torch" or logits.dtype == torch.float64):
+        resolve("logprob", backend, logits.device, logits.dtype)
         return LogprobOutput(
             *definition(
                 logits,
@@ -97,59 +92,53 @@ def logprob(
             )
         )
     per_row = temperature.detach().reshape(-1) if isinstance(temperature, Tensor) else None
-    options = _Options(
+    options = RowOptions(
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         None if softcap is None else float(softcap),
         ignore_index,
         with_entropy,
         0 if vocab is None else vocab.start,
         logits.shape[-1] if vocab is None else vocab.used,
+        backend,
     )
-    logprobs, entropy, _ = _Logprob.apply(logits, targets.reshape(-1), per_row, options, vocab, inplace_backward)
+    arguments = (logits, targets.reshape(-1), per_row, options, vocab, inplace_backward)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        logprobs, entropy, _ = _Logprob.apply(*arguments)
+    else:
+        logprobs, entropy, _ = _Logprob.forward(*arguments)
     return LogprobOutput(logprobs, entropy if with_entropy else None)
 
 
-class _Options(NamedTuple):
-    temperature: float
-    softcap: float | None
-    ignore_index: int
-    with_entropy: bool
-    start: int  # id of this rank's first column
-    used: int  # this rank's columns that are real ids
-
-
 class _Logprob(torch.autograd.Function):
-    @staticmethod
+    @forward_of_all_arguments
     def forward(
         logits: Tensor,
         targets: Tensor,
         temperature: Tensor | None,
-        options: _Options,
+        options: RowOptions,
         vocab: VocabShard | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         local = torch.ops.fastppo.logprob_stats(logits, targets, temperature, *options)
-        divisor = options.temperature if temperature is None else temperature.to(local.dtype)
-        m, s, t, zy = combine_stats(gather_stats(local, vocab), divisor).unbind(-1)
-        ignored = targets == options.ignore_index
-        log_s = s.log()
-        d_y = (zy - m) / divisor
-        logprobs = torch.where(ignored, 0.0, d_y - log_s)
-        entropy = torch.where(ignored, 0.0, log_s - t / s) if options.with_entropy else logprobs.new_empty(0)
-        shape = logits.shape[:-1]
-        return (
-            logprobs.view(shape),
-            entropy.view(shape) if options.with_entropy else entropy,
-            torch.stack((m, s, t / s, d_y), -1),
+        logprobs, entropy, kept = torch.ops.fastppo.logprob_combine(
+            gather_stats(local, vocab),
+            targets,
+            temperature,
+            options.temperature,
+            options.ignore_index,
+            options.with_entropy,
+            options.backend,
         )
+        shape = logits.shape[:-1]
+        return logprobs.view(shape), entropy.view(shape) if options.with_entropy else entropy, kept
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         logits, targets, temperature, ctx.options, _, ctx.inplace = inputs
-        stats = output[2]
+        kept = output[2]
         ctx.mark_non_differentiable(*(output[2:] if ctx.options.with_entropy else output[1:]))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, targets, temperature, stats)
+        ctx.save_for_backward(logits, targets, temperature, kept)
         ctx.spent = False
 
     @staticmethod
@@ -159,22 +148,15 @@ class _Logprob(torch.autograd.Function):
             raise RuntimeError(
                 "logprob with inplace_backward=True has no second backward: the logits hold their gradient"
             )
-        logits, targets, temperature, stats = ctx.saved_tensors
-        grad_logprobs, grad_entropy, _ = grads
-        if grad_logprobs is None and grad_entropy is None:
+        logits, *rows = ctx.saved_tensors
+        upstream = [None if grad is None else grad.reshape(-1) for grad in grads[:2]]
+        if all(grad is None for grad in upstream):
             return (None,) * 6
-        rows = stats.shape[0]
-        upstream = stats.new_zeros(rows, 2)
-        if grad_logprobs is not None:
-            upstream[:, 0] = grad_logprobs.reshape(-1)
-        if grad_entropy is not None:
-            upstream[:, 1] = grad_entropy.reshape(-1)
-        options = ctx.options._replace(with_entropy=grad_entropy is not None)
         if ctx.inplace:
             ctx.spent = True
-            torch.ops.fastppo.logprob_dlogits_(logits, targets, temperature, stats, upstream, *options)
+            torch.ops.fastppo.logprob_dlogits_(logits, *rows, *upstream, *ctx.options)
             return logits.detach(), None, None, None, None, None
-        dlogits = torch.ops.fastppo.logprob_dlogits(logits, targets, temperature, stats, upstream, *options)
+        dlogits = torch.ops.fastppo.logprob_dlogits(logits, *rows, *upstream, *ctx.options)
         return dlogits, None, None, None, None, None
 
 
@@ -202,23 +184,7 @@ def _check(
             )
     elif logits.shape[-1] == 0:
         raise ValueError(f"logits must have at least one column, got shape {list(logits.shape)}")
-    if softcap is not None:
-        check_number("softcap", softcap, above=0)
-    used = targets != ignore_index
-    if isinstance(temperature, Tensor):
-        check_tensor("temperature", temperature)
-        check_like("temperature", temperature, "targets", targets)
-        if contents_checked(temperature) and not bool((temperature > 0).logical_or(~used).all()):
-            raise ValueError(f"temperature must be > 0, got {temperature[used].min().item()}")
-    else:
-        check_number("temperature", temperature, above=0)
-    if contents_checked(targets):
-        size = logits.shape[-1] if vocab is None else vocab.vocab_size
-        outside = ((targets < 0) | (targets >= size)) & used
-        if bool(outside.any()):
-            raise IndexError(
-                f"targets must be in [0, {size}) or ignore_index={ignore_index}, got {targets[outside][0].item()}"
-            )
+    check_rows(targets, temperature, softcap, ignore_index, logits.shape[-1] if vocab is None else vocab.vocab_size)
     if inplace_backward and logits.requires_grad and torch.is_grad_enabled():
         if logits.is_leaf or (logits._base is not None and logits._base.is_leaf):
             kind = "a leaf" if logits.is_leaf else "a view of one"

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AutoTokenizer
 
 import fastppo
@@ -91,9 +90,14 @@ class HFPolicy:
 
     def _logprobs(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> fastppo.LogprobOutput:
         with autocast(self.dtype, self.device):
-            logits = F.linear(hidden, head.weight, getattr(head, "bias", None))
-        temperature = self.cfg.generation.temperature
-        return fastppo.logprob(logits, targets.to(self.device), temperature=temperature, softcap=self.softcap)
+            return fastppo.linear_logprob(
+                hidden,
+                head.weight,
+                targets.to(self.device),
+                bias=getattr(head, "bias", None),
+                temperature=self.cfg.generation.temperature,
+                softcap=self.softcap,
+            )
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -1,0 +1,53 @@
+"""`python benchmarks/machine.py` prints the short name of this machine, which is that of its file in baselines/."""
+
+import os
+import platform
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def cores() -> int:
+    """The cores that this process may use; what the suite runs on unless --threads says otherwise."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def isa() -> str:
+    """The instruction set that the compiled kernels take here; FASTPPO_CPU_ISA names a lower one."""
+    from fastppo import _C
+
+    return _C.cpu_isa()
+
+
+def cpu_model(cpuinfo: str | None = None) -> str:
+    """As Linux calls it. Family and model stand in where a hypervisor leaves the number out of the name."""
+    path = Path("/proc/cpuinfo")
+    if cpuinfo is None:
+        cpuinfo = path.read_text() if path.exists() else ""
+    fields = dict(re.findall(r"^([^\t:\n]+?)\s*:\s*(.*)$", cpuinfo.partition("\n\n")[0], re.MULTILINE))
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    name = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|\d+-Core|@.*", " ", name)
+    if not re.search(r"\d", name) and "cpu family" in fields:
+        name += f" family{fields['cpu family']} model{fields['model']}"
+    return " ".join(name.split())
+
+
+def machine_name(model: str | None = None, num_cores: int | None = None, isa_name: str | None = None) -> str:
+    slug = re.sub(r"[^a-z0-9]+", "-", (model or cpu_model()).lower()).strip("-")
+    return f"{slug}-{num_cores or cores()}c-{isa_name or isa()}"
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on; what is not installed is left out."""
+    found = {"python": platform.python_version()}
+    for name in ("fastppo", "torch", "numpy", "numba", "pytest-benchmark"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(machine_name() + "\n")

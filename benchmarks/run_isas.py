@@ -1,0 +1,37 @@
+"""`python benchmarks/run_isas.py [--save] [pytest arguments]`: the suite once for each instruction set of this machine.
+
+Compares with the baseline of each where there is one, and fails on a regression of 5 %; `--save` writes the baselines.
+The instruction set is read once per process, hence a process for each.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import machine
+
+HERE = Path(__file__).parent
+KNOWN = ("baseline", "avx2", "avx512")
+
+
+def main(arguments: list[str]) -> int:
+    save = "--save" in arguments
+    arguments = [x for x in arguments if x != "--save"]
+    worst = 0
+    for isa in reversed(KNOWN[: KNOWN.index(machine.isa()) + 1]):
+        baseline = HERE / "baselines" / f"{machine.machine_name(isa_name=isa)}.json"
+        if save:
+            options = [f"--benchmark-json={baseline}"]
+        elif baseline.exists():
+            options = [f"--benchmark-compare={baseline}", "--benchmark-compare-fail=median:5%"]
+        else:
+            options = []
+        command = [sys.executable, "-m", "pytest", str(HERE), *options, *arguments]
+        done = subprocess.run(command, cwd=HERE.parent, env=os.environ | {"FASTPPO_CPU_ISA": isa})
+        worst = max(worst, done.returncode)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

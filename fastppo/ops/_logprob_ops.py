@@ -1,0 +1,295 @@
+"""The registered ops under `logprob` and the linear ops: one list of them for every device, dtype and backend.
+
+    logprob_stats     a rank's columns -> (m, s - 1, t, zy) per row     (`vocab.py` says what they are)
+    logprob_combine   all ranks' statistics -> logprobs, entropy, and what backward needs, (m, s - 1, t/s, d_y) per row
+    logprob_dlogits   the logits' gradient, anew; logprob_dlogits_ writes it into the logits
+
+"cpu" is csrc/logprob, "torch" is `_logprob_rows.py`. Shapes are checked in the public functions.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastppo import _build
+from fastppo.backends import resolve
+from fastppo.checks import check_like, check_number, check_tensor, contents_checked
+from fastppo.dtypes import CODES, accumulator
+from fastppo.ops import _logprob_rows as rows
+from fastppo.vocab import combine_stats
+
+
+class RowOptions(NamedTuple):
+    """What all these ops are told about the rows, in the order of their schemas."""
+
+    temperature: float  # read where there is no tensor of them
+    softcap: float | None
+    ignore_index: int
+    with_entropy: bool
+    start: int  # id of this rank's first column
+    used: int  # this rank's columns that are real ids
+    backend: str
+
+
+def check_rows(
+    targets: Tensor, temperature: float | Tensor, softcap: float | None, ignore_index: int, size: int
+) -> None:
+    """What the public ops say of these arguments; `size` ids are in the vocabulary."""
+    if softcap is not None:
+        check_number("softcap", softcap, above=0)
+    if isinstance(temperature, Tensor):
+        check_tensor("temperature", temperature)
+        check_like("temperature", temperature, "targets", targets)
+        if contents_checked(temperature):
+            wrong = ~(temperature > 0) & (targets != ignore_index)
+            if bool(wrong.any()):
+                raise ValueError(f"temperature must be > 0, got {temperature[wrong].min().item()}")
+    else:
+        check_number("temperature", temperature, above=0)
+    if contents_checked(targets) and targets.numel():
+        low, high = torch.aminmax(targets)
+        if low < 0 or high >= size:  # or ignored
+            outside = ((targets < 0) | (targets >= size)) & (targets != ignore_index)
+            if bool(outside.any()):
+                raise IndexError(
+                    f"targets must be in [0, {size}) or ignore_index={ignore_index}, got {targets[outside][0].item()}"
+                )
+
+
+def _logprob_stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, *options: Any) -> Tensor:
+    opt = RowOptions(*options)
+    chosen, _ = resolve("logprob", opt.backend, logits.device, logits.dtype)
+    if chosen == "torch":
+        return rows.stats(logits, targets, temperature, *options[:-1])
+    result = torch.empty(targets.numel(), 4, dtype=torch.float32, device=logits.device)
+    logits = _unit_columns(logits)
+    targets, temperature = targets.contiguous(), _float32(temperature)
+
+    def call(logits: Tensor, first: int, count: int) -> None:
+        stats = result[first : first + count]
+        _module().logprob_stats(*_row_arguments(logits, targets, temperature, first, count, opt), *_written(stats))
+
+    _for_blocks(call, logits)
+    return result
+
+
+def _logprob_combine(
+    gathered: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    scalar_temperature: float,
+    ignore_index: int,
+    with_entropy: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    count = targets.numel()
+    chosen, _ = resolve("logprob", backend, gathered.device, gathered.dtype)
+    if chosen == "torch":
+        dtype = gathered.dtype
+        divisor = scalar_temperature if temperature is None else temperature.double()
+        m, excess, t, zy = combine_stats(gathered, divisor).unbind(-1)
+        log_s, mean_d = excess.log1p(), t / (1 + excess)
+        d_y = ((zy - m) / divisor).to(dtype).double()  # rounded here, so that backward sees what forward saw
+        used = targets != ignore_index
+        logprobs = torch.where(used, d_y - log_s, 0.0).to(dtype)
+        entropy = torch.where(used, log_s - mean_d, 0.0).to(dtype) if with_entropy else logprobs.new_empty(0)
+        kept = torch.where(used[:, None], torch.stack((m, excess, mean_d, d_y), -1), 0.0).to(dtype)
+        return logprobs, entropy, kept
+    gathered, targets, temperature = gathered.contiguous(), targets.contiguous(), _float32(temperature)
+    logprobs = torch.empty(count, dtype=torch.float32)
+    entropy = torch.empty(count if with_entropy else 0, dtype=torch.float32)
+    kept = torch.empty(count, 4, dtype=torch.float32)
+    _module().logprob_combine(
+        gathered.data_ptr(),
+        gathered.shape[0],
+        count,
+        targets.data_ptr(),
+        _address(temperature),
+        scalar_temperature,
+        ignore_index,
+        logprobs.data_ptr(),
+        entropy.data_ptr() if with_entropy else 0,
+        kept.data_ptr(),
+    )
+    return logprobs, entropy, kept
+
+
+def _logprob_dlogits(logits: Tensor, *arguments: Any) -> Tensor:
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _write_dlogits(dlogits, logits, *arguments)
+    return dlogits
+
+
+def _logprob_dlogits_(logits: Tensor, *arguments: Any) -> None:
+    _write_dlogits(logits, logits, *arguments)
+
+
+def _write_dlogits(
+    out: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    kept: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    *options: Any,
+) -> None:
+    opt = RowOptions(*options)
+    chosen, _ = resolve("logprob", opt.backend, logits.device, logits.dtype)
+    if chosen == "torch":
+        upstream = kept.new_zeros(targets.numel(), 2)
+        for column, grad in enumerate((grad_logprobs, grad_entropy)):
+            if grad is not None:
+                upstream[:, column] = grad
+        opt = opt._replace(with_entropy=grad_entropy is not None)
+        return rows.write_dlogits(out, logits, targets, temperature, kept, upstream, *opt[:-1])
+    if out is logits and logits.stride(-1) != 1 and logits.shape[-1] != 1:
+        logits = logits.contiguous()
+        _write_dlogits(logits, logits, targets, temperature, kept, grad_logprobs, grad_entropy, *options)
+        out.copy_(logits)
+        return
+    in_place = out is logits
+    logits = _unit_columns(logits)
+    targets, temperature, kept = targets.contiguous(), _float32(temperature), kept.contiguous()
+    grads = [None if grad is None else grad.float() for grad in (grad_logprobs, grad_entropy)]
+    opt = opt._replace(with_entropy=grad_entropy is not None)
+
+    def call(logits: Tensor, out: Tensor, first: int, count: int) -> None:
+        upstream: list[int] = []
+        for grad in grads:
+            upstream += (0, 0) if grad is None else (grad.data_ptr() + 4 * first * grad.stride(0), grad.stride(0))
+        _module().logprob_dlogits(
+            *_row_arguments(logits, targets, temperature, first, count, opt),
+            _rows_of(out),
+            kept.data_ptr() + 16 * first,
+            *upstream,
+            torch.get_num_threads(),
+        )
+
+    if in_place:
+        _for_blocks(lambda block, first, count: call(block, block, first, count), logits)
+        torch.autograd.graph.increment_version(out)  # who saved the logits learns that they are gone
+    else:
+        _for_blocks(call, logits, out)
+
+
+def _row_arguments(
+    logits: Tensor, targets: Tensor, temperature: Tensor | None, first: int, count: int, opt: RowOptions
+) -> tuple[Any, ...]:
+    return (
+        _rows_of(logits),
+        CODES[logits.dtype],
+        targets.data_ptr() + 8 * first,
+        0 if temperature is None else temperature.data_ptr() + 4 * first,
+        opt.temperature,
+        opt.softcap or 0.0,
+        opt.ignore_index,
+        opt.with_entropy,
+        count,
+        logits.shape[-1],
+        opt.start,
+        opt.used,
+    )
+
+
+def _rows_of(x: Tensor) -> tuple[int, int, int, int]:
+    """(address, rows per outer step, outer stride, inner stride) of at most two leading dimensions."""
+    if x.dim() == 1:
+        return x.data_ptr(), 1, 0, 0
+    if x.dim() == 2:
+        return x.data_ptr(), max(x.shape[0], 1), 0, x.stride(0)
+    return x.data_ptr(), max(x.shape[1], 1), x.stride(0), x.stride(1)
+
+
+def _for_blocks(call: Callable[..., None], *tensors: Tensor) -> None:
+    """Calls call(*blocks, first row, rows) for parts of [..., V] tensors with at most two leading dimensions."""
+    first, pending = 0, [tensors]
+    while pending:
+        blocks = pending.pop()
+        if blocks[0].dim() > 3:
+            try:
+                blocks = tuple(x.view(-1, *x.shape[-2:]) for x in blocks)
+            except RuntimeError:
+                pending += reversed(list(zip(*(x.unbind(0) for x in blocks), strict=True)))
+                continue
+        count = blocks[0].shape[:-1].numel()
+        if count:
+            call(*blocks, first, count)
+        first += count
+
+
+def _unit_columns(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _float32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float().contiguous()
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _written(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), torch.get_num_threads()
+
+
+def _module() -> Any:
+    module, _ = _build.load()
+    assert module is not None
+    return module
+
+
+ROW_SCHEMA = (
+    "float scalar_temperature, float? softcap, int ignore_index, bool with_entropy, int start, int used, str backend"
+)
+_GRADIENT = (
+    "Tensor targets, Tensor? temperature, Tensor kept, Tensor? grad_logprobs, Tensor? grad_entropy, " + ROW_SCHEMA
+)
+_LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
+_LIBRARY.define(f"logprob_stats(Tensor logits, Tensor targets, Tensor? temperature, {ROW_SCHEMA}) -> Tensor")
+_LIBRARY.define(
+    "logprob_combine(Tensor gathered, Tensor targets, Tensor? temperature, float scalar_temperature, "
+    "int ignore_index, bool with_entropy, str backend) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(f"logprob_dlogits(Tensor logits, {_GRADIENT}) -> Tensor")
+_LIBRARY.define(f"logprob_dlogits_(Tensor(a!) logits, {_GRADIENT}) -> ()")
+_LIBRARY.impl("logprob_stats", _logprob_stats, "CompositeExplicitAutograd")
+_LIBRARY.impl("logprob_combine", _logprob_combine, "CompositeExplicitAutograd")
+_LIBRARY.impl("logprob_dlogits", _logprob_dlogits, "CompositeExplicitAutograd")
+_LIBRARY.impl("logprob_dlogits_", _logprob_dlogits_, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fastppo::logprob_stats", lib=_LIBRARY)
+def _(logits: Tensor, targets: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(targets.numel(), 4, dtype=accumulator(logits))
+
+
+@torch.library.register_fake("fastppo::logprob_combine", lib=_LIBRARY)
+def _(
+    gathered: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    scalar: float,
+    ignored: int,
+    with_entropy: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    count = targets.numel()
+    return (
+        gathered.new_empty(count),
+        gathered.new_empty(count if with_entropy else 0),
+        gathered.new_empty(count, 4),
+    )
+
+
+@torch.library.register_fake("fastppo::logprob_dlogits", lib=_LIBRARY)
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("fastppo::logprob_dlogits_", lib=_LIBRARY)
+def _(*_: Any) -> None:
+    return None

@@ -1,0 +1,90 @@
+"""`fastppo.whiten` of float32 on a CPU by the compiled kernel: a pass for count, mean and squares about the mean, which
+are merged over the ranks, and a pass that applies them. For `fastppo.gae(whiten=True)`."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastppo import _build
+from fastppo.reference.advantages import WHITEN_EPS
+
+_BYTES = (torch.bool, torch.uint8, torch.int8)
+
+
+def whiten(x: Tensor, mask: Tensor | None, *, group: "dist.ProcessGroup | None") -> Tensor:
+    """x: float32 on a CPU. Two all-reduces, in which every rank takes part, as in the definition."""
+    moments = torch.ops.fastppo.moments(x, mask)
+    if dist.is_available() and dist.is_initialized():
+        moments = _merge(moments, group)
+    result: Tensor = torch.ops.fastppo.apply_moments(x, mask, moments)
+    return result
+
+
+def _merge(moments: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
+    """Count, mean and squares of all ranks: every rank's squares, moved from its own mean to the mean of all."""
+    count, mean, squares = moments.unbind()
+    total = torch.stack((count * mean, count))
+    dist.all_reduce(total, group=group)
+    mean_of_all = total[0] / total[1].clamp_min(1)
+    squares = squares + count * (mean - mean_of_all).square()
+    dist.all_reduce(squares, group=group)
+    return torch.stack((total[1], mean_of_all, squares))
+
+
+def _flat_mask(mask: Tensor | None) -> Tensor | None:
+    """Bytes, contiguous like x."""
+    if mask is None:
+        return None
+    return (mask if mask.dtype in _BYTES else mask != 0).contiguous()
+
+
+def _moments(x: Tensor, mask: Tensor | None) -> Tensor:
+    x, flat = x.contiguous(), _flat_mask(mask)
+    moments = torch.empty(3, dtype=torch.float64)
+    module, _ = _build.load()
+    if module is None:
+        selected = x.flatten().double() if flat is None else x[flat != 0].double()
+        count = torch.tensor(float(selected.numel()), dtype=torch.float64)
+        mean = selected.sum() / count.clamp_min(1)
+        return torch.stack((count, mean, (selected - mean).square().sum()))
+    module.moments(
+        x.data_ptr(), 0 if flat is None else flat.data_ptr(), x.numel(), moments.data_ptr(), torch.get_num_threads()
+    )
+    return moments
+
+
+def _apply_moments(x: Tensor, mask: Tensor | None, moments: Tensor) -> Tensor:
+    x, flat = x.contiguous(), _flat_mask(mask)
+    module, _ = _build.load()
+    if module is None:
+        y = (x.double() - moments[1]) * torch.rsqrt(moments[2] / moments[0].clamp_min(1) + WHITEN_EPS)
+        return y.float() if flat is None else torch.where(flat != 0, y, 0.0).float()
+    out = torch.empty_like(x)
+    module.whiten(
+        x.data_ptr(),
+        0 if flat is None else flat.data_ptr(),
+        x.numel(),
+        moments.data_ptr(),
+        out.data_ptr(),
+        WHITEN_EPS,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+_LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
+_LIBRARY.define("moments(Tensor x, Tensor? mask) -> Tensor")
+_LIBRARY.define("apply_moments(Tensor x, Tensor? mask, Tensor moments) -> Tensor")
+for _name, _function in (("moments", _moments), ("apply_moments", _apply_moments)):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+
+
+@torch.library.register_fake("fastppo::moments", lib=_LIBRARY)
+def _(x: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.empty(3, dtype=torch.float64)
+
+
+@torch.library.register_fake("fastppo::apply_moments", lib=_LIBRARY)
+def _(x: Tensor, mask: Tensor | None, moments: Tensor) -> Tensor:
+    return torch.empty(x.shape)

@@ -1,0 +1,369 @@
+"""Log-probabilities of given tokens and entropies from hidden states and the output head, without the whole logits.
+
+    logits = hidden @ weight.T + bias,   then per row as `ops/logprob.py`,
+    dhidden = dlogits @ weight,   dweight = dlogits.T @ hidden,   dbias = sum over rows of dlogits.
+
+The logits are made in chunks of rows. memory="recompute" keeps four numbers per row and multiplies again in backward:
+the same chunks of the same rows, so the same rounding, and every row of dlogits sums to 0. memory="save" keeps the
+logits, and backward writes dlogits over them. Rows that are ignored are left out of every product, rows whose upstream
+gradients are exactly 0 out of the products of backward (on a CPU; elsewhere knowing them would synchronise).
+
+Over a sharded vocabulary forward has the one all-gather of `vocab.py`, and backward sums dhidden over ranks once.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastppo.checks import check_choice, refuse_double_backward
+from fastppo.ops._linear import (
+    HEAD_SCHEMA,
+    Gradients,
+    Head,
+    Product,
+    check_head,
+    chunk_rows,
+    chunks,
+    count_of,
+    gather_hidden,
+    gathers_hidden,
+    is_sharded,
+    move_up,
+    narrow,
+    no_stats,
+    plain_operands,
+    reduce_partial,
+    row_stats,
+    save_limit,
+    take,
+    take_optional,
+    where_any,
+    whole_stats,
+    write_dlogits,
+)
+from fastppo.ops.logprob import LogprobOutput
+from fastppo.reference.linear_logprob import linear_logprob as definition
+from fastppo.vocab import VocabShard
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    with_entropy: bool = True,
+    vocab: VocabShard | None = None,
+    reduce_dhidden: Literal["all_reduce", "reduce_scatter", "none"] = "all_reduce",
+    memory: Literal["auto", "save", "recompute"] = "auto",
+    logits_dtype: torch.dtype | None = None,
+    weight_grad_into: Tensor | None = None,
+    backend: Literal["auto", "cuda", "triton", "cpu", "torch"] = "auto",
+) -> LogprobOutput:
+    """log p(target) and entropy, in nats, of softmax(softcap(hidden @ weight.T + bias) / temperature).
+
+    Args:
+        hidden: [..., D], float16, bfloat16, float32 or float64. Under autocast hidden, weight and bias are read in
+            autocast's dtype; gradients come in their own.
+        weight: [V, D], the output head; V is this rank's rows when `vocab` is given. No product is made for the
+            gradient of a frozen weight.
+        targets: [...], integer, ids of the whole vocabulary. A row whose target is `ignore_index` is not read: 0,
+            0, gradient 0.
+        bias: [V].
+        temperature, softcap, ignore_index, with_entropy: as in `fastppo.logprob`.
+        vocab: the rows of the weight of this rank where the vocabulary is sharded; one all-gather of four numbers per
+            token. Every rank has all hidden states and targets, and the same upstream gradients.
+        reduce_dhidden: what backward does with dhidden, of which each rank has the part of its columns: "all_reduce"
+            sums it, "none" leaves it partial, "reduce_scatter" gives each rank its share; hidden is then this rank's
+            [N / ranks, ..., D] on dim 0, gathered inside.
+        memory: "save" keeps the logits once and turns them into their gradient: three products, and a second
+            backward raises. "recompute" keeps nothing of their size: four products. "auto" saves where they take no
+            more than FASTPPO_SAVE_LIMIT bytes (default 4 GiB), by shape alone. Without gradients nothing is kept.
+        logits_dtype: of the logits, from which statistics and gradients come; None: of the product, hidden's and
+            weight's wider one or autocast's.
+        weight_grad_into: [V, D] float32, contiguous or not. Backward adds the weight's gradient to it and the weight
+            gets no .grad. Nothing is added for a frozen weight.
+        backend: "auto", "cuda", "triton", "cpu" (of the row kernels), or "torch" (the reference, for higher
+            derivatives: all logits at once).
+
+    Returns:
+        LogprobOutput(logprobs, entropy): [...], float32 (float64 for float64 hidden or weight).
+
+    Raises:
+        ValueError: shapes or devices disagree, a weight of another height than the shard's, temperature or softcap not
+            positive, an unknown choice.
+        TypeError: a dtype not named above, a DTensor.
+        IndexError: a target outside the vocabulary (on a CPU, and under FASTPPO_CHECK=1; elsewhere that row is
+            NaN).
+        RuntimeError: a backend that cannot run here, a second backward of saved logits, a second derivative on
+            another backend than "torch".
+    """
+    check_choice("memory", memory, ("auto", "save", "recompute"))
+    rows, per_row, head = check_head(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        with_entropy=with_entropy,
+        vocab=vocab,
+        reduce_dhidden=reduce_dhidden,
+        logits_dtype=logits_dtype,
+        weight_grad_into=weight_grad_into,
+        backend=backend,
+    )
+    if (backend == "torch" or head.product == torch.float64) and vocab is None and weight_grad_into is None:
+        plain_hidden, plain_weight, plain_bias = plain_operands(hidden, weight, bias, head)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return LogprobOutput(
+                *definition(
+                    plain_hidden,
+                    plain_weight,
+                    targets.long(),
+                    bias=plain_bias,
+                    temperature=temperature,
+                    softcap=softcap,
+                    ignore_index=ignore_index,
+                    with_entropy=with_entropy,
+                    logits_dtype=logits_dtype,
+                )
+            )
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    fits = rows.numel() * head.used * head.logits.itemsize <= save_limit()
+    save = wanted and (memory == "save" or memory == "auto" and fits)
+    logprobs, entropy, *_ = _LinearLogprob.apply(
+        hidden, weight, bias, rows, per_row, weight_grad_into, head, vocab, reduce_dhidden, save
+    )
+    return LogprobOutput(logprobs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None)
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor | None,
+        weight_grad_into: Tensor | None,
+        head: Head,
+        vocab: VocabShard | None,
+        reduce_dhidden: str,
+        save: bool,
+    ) -> tuple[Tensor, ...]:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        gathered = flat.new_empty(0)
+        if gathers_hidden(vocab, reduce_dhidden):
+            assert vocab is not None
+            flat = gathered = gather_hidden(flat, vocab)
+        local, logits = torch.ops.fastppo.linear_logprob_stats(flat, weight, bias, targets, temperature, save, *head)
+        logprobs, entropy, stats = whole_stats(local, targets, temperature, head, vocab)
+        return logprobs, entropy, stats, logits, gathered
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        hidden, weight, bias, targets, temperature, ctx.into, ctx.head, ctx.vocab, ctx.reduce_dhidden, ctx.save = inputs
+        _, _, stats, logits, gathered = output
+        ctx.mark_non_differentiable(*(output[2:] if ctx.head.with_entropy else output[1:]))
+        ctx.set_materialize_grads(False)
+        # What is gathered takes hidden's place; only one of the two is kept.
+        ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
+        kept = gathered if gathers_hidden(ctx.vocab, ctx.reduce_dhidden) else hidden
+        ctx.save_for_backward(kept, weight, bias, targets, temperature, stats, logits if ctx.save else None)
+        ctx.spent = False
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("linear_logprob")
+        if ctx.spent:
+            raise RuntimeError(
+                "linear_logprob with memory='save' has no second backward: the logits hold their gradient; "
+                "use memory='recompute'"
+            )
+        grad_logprobs, grad_entropy = grads[:2]
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 10
+        hidden, weight, bias, targets, temperature, stats, logits = ctx.saved_tensors
+        upstream = stats.new_zeros(stats.shape[0], 2)
+        if grad_logprobs is not None:
+            upstream[:, 0] = grad_logprobs
+        if grad_entropy is not None:
+            upstream[:, 1] = grad_entropy
+        ctx.spent = ctx.save
+        sharded = is_sharded(ctx.vocab)
+        dhidden, dweight, dbias = torch.ops.fastppo.linear_logprob_backward(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            bias,
+            targets,
+            temperature,
+            logits,
+            stats,
+            upstream,
+            ctx.into,
+            ctx.needs_input_grad[:3],
+            sharded,
+            *ctx.head._replace(with_entropy=grad_entropy is not None),
+        )
+        if ctx.needs_input_grad[0]:
+            dhidden = reduce_partial(dhidden, ctx.vocab, ctx.reduce_dhidden).to(ctx.dtype).view(ctx.shape)
+        return (
+            dhidden if ctx.needs_input_grad[0] else None,
+            dweight if ctx.needs_input_grad[1] and ctx.into is None else None,
+            dbias if ctx.needs_input_grad[2] else None,
+            *(None,) * 7,
+        )
+
+
+def _read_rows(targets: Tensor, ignore_index: int) -> slice | Tensor:
+    """The rows that are multiplied: all but the ignored on a CPU, all elsewhere."""
+    return where_any(targets != ignore_index) if targets.device.type == "cpu" else slice(0, targets.numel())
+
+
+def _stats(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    save: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """[N, 4] local statistics and, if saved, the logits [N, used]: those of the rows that are read come first."""
+    head = Head(*options)
+    stats = no_stats(targets, head.sums)
+    rows = _read_rows(targets, head.ignore_index)
+    count = count_of(rows)
+    size = chunk_rows(count, head.used, targets.device)
+    logits = hidden.new_empty(targets.numel() if save else min(count, size), head.used, dtype=head.logits)
+    if count and head.used:
+        product = Product(weight, bias, head)
+        for part in chunks(count, size):
+            block = logits[part] if save else logits[: part.stop - part.start]
+            index = narrow(rows, part)
+            product.logits(take(hidden, index), block)
+            stats[index] = row_stats(block, take(targets, index), take_optional(temperature, index), head)
+    return stats, logits if save else logits.new_empty(0)
+
+
+def _backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    logits: Tensor | None,
+    stats: Tensor,
+    upstream: Tensor,
+    weight_grad_into: Tensor | None,
+    needs: list[bool],
+    partial: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dhidden (in float32 where it is a rank's part of a sum), dweight and dbias; empty where not needed."""
+    head = Head(*options)
+    rows = _read_rows(targets, head.ignore_index)
+    count = count_of(rows)
+    size = chunk_rows(count, head.used, targets.device)
+    if logits is not None and head.logits == head.product:
+        size = max(count, 1)  # dlogits are operands as they are: one product each
+    product = Product(weight, bias, head)
+    gradients = Gradients(
+        product,
+        hidden,
+        -(-count // size),
+        dhidden=(head.sums if partial else hidden.dtype) if needs[0] else None,
+        weight=needs[1],
+        bias=needs[2],
+        weight_grad_into=weight_grad_into,
+    )
+    buffer = hidden.new_empty(0 if logits is not None else min(count, size), head.used, dtype=head.logits)
+    for part in chunks(count if head.used else 0, size):
+        index = narrow(rows, part)
+        kept: slice | Tensor = slice(0, part.stop - part.start)
+        if targets.device.type == "cpu":
+            kept = where_any((take(upstream, index) != 0).any(1))
+            if count_of(kept) == 0:
+                continue
+        if logits is not None:
+            block = logits[part]
+        else:
+            block = buffer[: part.stop - part.start]
+            product.logits(take(hidden, index), block)
+        if isinstance(kept, Tensor):
+            index, block = narrow(index, kept), move_up(block, kept)
+        write_dlogits(
+            block,
+            take(targets, index),
+            take_optional(temperature, index),
+            take(stats, index),
+            take(upstream, index),
+            head,
+        )
+        live = None
+        if targets.device.type != "cpu":
+            live = (take(targets, index) != head.ignore_index) & (take(upstream, index) != 0).any(1)
+        gradients.add(block, take(hidden, index), index, live=live)
+    dweight = gradients.weight_gradient()
+    empty = stats.new_empty(0)
+    return (
+        empty if gradients.dhidden is None else gradients.dhidden,
+        empty.clone() if dweight is None else dweight.to(weight.dtype),
+        empty.clone() if gradients.dbias is None or bias is None else gradients.dbias.to(bias.dtype),
+    )
+
+
+_LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
+_LIBRARY.define(
+    "linear_logprob_stats(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, bool save, "
+    f"{HEAD_SCHEMA}) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "linear_logprob_backward(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, "
+    "Tensor(a!)? logits, Tensor stats, Tensor upstream, Tensor(b!)? weight_grad_into, bool[] needs, bool partial, "
+    f"{HEAD_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("linear_logprob_stats", _stats, "CompositeExplicitAutograd")
+_LIBRARY.impl("linear_logprob_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fastppo::linear_logprob_stats", lib=_LIBRARY)
+def _(hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, temperature: Any, save: bool, *options: Any) -> Any:
+    head = Head(*options)
+    shape = (targets.numel(), head.used) if save else (0,)
+    return (
+        hidden.new_empty(targets.numel(), 4, dtype=head.sums),
+        hidden.new_empty(shape, dtype=head.logits),
+    )
+
+
+@torch.library.register_fake("fastppo::linear_logprob_backward", lib=_LIBRARY)
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Any,
+    logits: Any,
+    stats: Tensor,
+    upstream: Tensor,
+    into: Tensor | None,
+    needs: list[bool],
+    partial: bool,
+    *options: Any,
+) -> Any:
+    head = Head(*options)
+    dtype = head.sums if partial else hidden.dtype
+    return (
+        hidden.new_empty(hidden.shape, dtype=dtype) if needs[0] else stats.new_empty(0),
+        torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if needs[1] and into is None
+        else stats.new_empty(0),
+        bias.new_empty(bias.shape) if needs[2] and bias is not None else stats.new_empty(0),
+    )

@@ -1,0 +1,470 @@
+"""Any loss of log-probabilities and entropies, from hidden states and the output head, with three products in all.
+
+Per chunk of rows: logits, their statistics, loss_fn on the chunk's vectors, its gradient there (the coefficients of
+every row), dlogits over the logits, and the chunk's part of dhidden and dweight. Backward has no product left to make:
+it multiplies both once by upstream * normaliser. Kept for it: dhidden, dweight, dbias.
+
+Rows that do not count (`mask`, `ignore_index`) are left out of every product, rows whose coefficients are exactly 0
+out of those of backward.
+
+A loss of whole sequences (`cu_seqlens`) gets them whole: chunks end where sequences end. Where one is longer than a
+chunk, all statistics are taken first, then the loss of all rows, then the chunks are multiplied again (four products).
+
+Over a sharded vocabulary each chunk has the one all-gather of `vocab.py`, and backward sums dhidden over ranks once.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastppo.checks import (
+    check_choice,
+    check_device,
+    check_like,
+    check_tensor,
+    contents_checked,
+    refuse_double_backward,
+)
+from fastppo.ops._linear import (
+    Gradients,
+    Head,
+    Inputs,
+    Product,
+    check_head,
+    chunk_rows,
+    chunks,
+    columns_of_a_rank,
+    count_of,
+    gather_hidden,
+    gathers_hidden,
+    is_sharded,
+    move_up,
+    narrow,
+    plain_operands,
+    reduce_partial,
+    row_stats,
+    take,
+    take_optional,
+    usual_rows,
+    where_any,
+    whole_stats,
+    write_dlogits,
+)
+from fastppo.ops.linear_logprob import linear_logprob
+from fastppo.packing import check_cu_seqlens
+from fastppo.reference.linear_loss import linear_loss as definition
+from fastppo.vocab import VocabShard
+
+LossFn = Callable[[Tensor, "Tensor | None", dict[str, Tensor]], tuple[Tensor, Tensor]]
+RESERVED = ("mask", "cu_seqlens")
+
+
+class LinearLossOutput(NamedTuple):
+    loss: Tensor
+    metrics: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    loss_fn: LossFn,
+    *,
+    rows: Mapping[str, Tensor] | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    with_entropy: bool = True,
+    vocab: VocabShard | None = None,
+    reduce_dhidden: Literal["all_reduce", "reduce_scatter", "none"] = "all_reduce",
+    logits_dtype: torch.dtype | None = None,
+    weight_grad_into: Tensor | None = None,
+    chunk_tokens: int | None = None,
+    compact: Literal["auto", "off"] = "auto",
+    num_rows: int | None = None,
+    backend: Literal["auto", "cuda", "triton", "cpu", "torch"] = "auto",
+) -> LinearLossOutput:
+    """loss_fn of the log-probs and entropies that `linear_logprob` would give, and its gradients, in one pass.
+
+    loss_fn(logprobs [n], entropy [n], rows) -> (loss, metrics) is called once per chunk and its results are added: it
+    must be a sum over its tokens (or sequences), divided by counts that were fixed beforehand, not a mean over what
+    it is given. It may be any differentiable function; its gradient with respect to logprobs and entropy is taken
+    inside. What it reads of `rows` comes cut to the same n tokens.
+
+    Args:
+        hidden, weight, targets, bias, temperature, softcap, ignore_index, with_entropy, vocab, reduce_dhidden,
+            logits_dtype, weight_grad_into: as in `fastppo.linear_logprob`; without with_entropy loss_fn gets None.
+        loss_fn: see above. Also gets rows["mask"] ([n] bool: the tokens that count; all of them unless
+            compact="off") and, where cu_seqlens is given, rows["cu_seqlens"] of its n tokens.
+        rows: name -> [..., any] per-token tensors, of targets' shape and maybe more dimensions. None may require
+            grad.
+        mask: of targets' shape, any dtype, read as != 0: the tokens that count. A target of ignore_index does not
+            count either. What other positions hold reaches nothing. None: all.
+        cu_seqlens: [B + 1], int32 or int64, of the flattened tokens: loss_fn needs whole sequences and gets them.
+        chunk_tokens: tokens whose logits exist at once; None: measured, by the size of the vocabulary. A sequence
+            longer than that takes a fourth product, and says so once.
+        compact: "auto" leaves tokens that do not count, and those with coefficients of exactly 0, out of the
+            products; on an accelerator it reads their number. "off" reads nothing and multiplies them too.
+        num_rows: how many tokens count, where the host knows it: spares an accelerator the first reading.
+        backend: as in `fastppo.linear_logprob`.
+
+    Returns:
+        LinearLossOutput(loss, metrics, logprobs, entropy): the sums of loss_fn's results; logprobs and entropy of
+        targets' shape, float32, 0 where not selected. Only `loss` is differentiable, in hidden, weight and bias, and
+        once: a second backward raises. Under no_grad the gradients' products are not made. Under torch.compile it is
+        `linear_logprob` followed by loss_fn, with compact="off".
+
+    Raises:
+        ValueError, TypeError, IndexError: as `fastppo.linear_logprob`; rows, mask or cu_seqlens of another shape or
+            device, a row tensor that requires grad, chunk_tokens < 1, num_rows other than the number of rows.
+        RuntimeError: a second backward, a second derivative on another backend than "torch".
+    """
+    if rows is not None and not isinstance(rows, Mapping):
+        raise TypeError(f"rows must be a mapping of names to tensors, got {type(rows).__name__}")
+    inputs = check_head(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        with_entropy=with_entropy,
+        vocab=vocab,
+        reduce_dhidden=reduce_dhidden,
+        logits_dtype=logits_dtype,
+        weight_grad_into=weight_grad_into,
+        backend=backend,
+    )
+    if chunk_tokens is not None and (isinstance(chunk_tokens, bool) or not isinstance(chunk_tokens, int)):
+        raise TypeError(f"chunk_tokens must be an int or None, got {type(chunk_tokens).__name__}")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be >= 1, got {chunk_tokens}")
+    check_choice("compact", compact, ("auto", "off"))
+    for name, value in (rows or {}).items():
+        _check_row(name, value, targets)
+    if mask is not None:
+        check_tensor("mask", mask, dtypes=None)
+        check_like("mask", mask, "targets", targets)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, targets.numel(), like=targets)
+    if (backend == "torch" or inputs.head.product == torch.float64) and vocab is None and weight_grad_into is None:
+        plain_hidden, plain_weight, plain_bias = plain_operands(hidden, weight, bias, inputs.head)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return LinearLossOutput(
+                *definition(
+                    plain_hidden,
+                    plain_weight,
+                    targets.long(),
+                    loss_fn,
+                    rows=dict(rows or {}),
+                    mask=mask,
+                    cu_seqlens=cu_seqlens,
+                    bias=plain_bias,
+                    temperature=temperature,
+                    softcap=softcap,
+                    ignore_index=ignore_index,
+                    with_entropy=with_entropy,
+                    logits_dtype=logits_dtype,
+                )
+            )
+    selected = inputs.targets != ignore_index
+    if mask is not None:
+        selected = selected & (mask.reshape(-1) != 0)
+    flat = {name: x.detach().reshape(-1, *x.shape[targets.dim() :]) for name, x in (rows or {}).items()}
+    if torch.compiler.is_compiling():
+        logprobs, entropy = linear_logprob(
+            hidden,
+            weight,
+            torch.where(selected, inputs.targets, ignore_index).view(targets.shape),
+            bias=bias,
+            temperature=temperature,
+            softcap=softcap,
+            ignore_index=ignore_index,
+            with_entropy=with_entropy,
+            vocab=vocab,
+            reduce_dhidden=reduce_dhidden,
+            logits_dtype=logits_dtype,
+            weight_grad_into=weight_grad_into,
+            backend=backend,
+        )
+        given = flat | {"mask": selected} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens.long()})
+        loss, metrics = loss_fn(logprobs.reshape(-1), None if entropy is None else entropy.reshape(-1), given)
+        return LinearLossOutput(loss, metrics, logprobs.detach(), None if entropy is None else entropy.detach())
+    capturing = targets.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    chosen: slice | Tensor = slice(0, selected.numel())
+    if compact == "auto" and not capturing:
+        chosen = _chosen(selected, num_rows)
+    if cu_seqlens is not None:
+        counted = selected if isinstance(chosen, Tensor) else torch.ones_like(selected)
+        cu_seqlens = F.pad(counted.cumsum(0), (1, 0))[cu_seqlens.long()]
+    if chunk_tokens is None:
+        columns = columns_of_a_rank(inputs.head, vocab)
+        # Even parts, but where sequences are to fit, which cut unevenly anyway.
+        chunk_tokens = (
+            chunk_rows(count_of(chosen), columns, targets.device)
+            if cu_seqlens is None
+            else usual_rows(columns, targets.device)
+        )
+    wanted = torch.is_grad_enabled()
+    work = _Work(
+        inputs=inputs._replace(targets=torch.where(selected, inputs.targets, ignore_index)),
+        vocab=vocab,
+        reduce_dhidden=reduce_dhidden,
+        weight_grad_into=weight_grad_into,
+        loss_fn=loss_fn,
+        rows=flat | {"mask": selected},
+        chosen=chosen,
+        compact=compact == "auto" and not capturing,
+        cu_seqlens=cu_seqlens,
+        size=chunk_tokens,
+        needs=tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias)),
+    )
+    loss, metrics, logprobs, entropy, *_ = _LinearLoss.apply(hidden, weight, bias, work)
+    return LinearLossOutput(
+        loss, metrics, logprobs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None
+    )
+
+
+@dataclass
+class _Work:
+    """What one call does, behind its door."""
+
+    inputs: Inputs  # a target that does not count is ignore_index
+    vocab: VocabShard | None
+    reduce_dhidden: str
+    weight_grad_into: Tensor | None
+    loss_fn: LossFn
+    rows: dict[str, Tensor]  # [N, ...]
+    chosen: slice | Tensor  # the rows that are multiplied
+    compact: bool
+    cu_seqlens: Tensor | None  # of the chosen rows
+    size: int  # rows of a chunk
+    needs: tuple[bool, ...]  # of hidden, weight, bias
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: list[Tensor] = field(default_factory=list)
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> tuple[Tensor | None, ...]:
+        head, count = work.inputs.head, count_of(work.chosen)
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        if gathers_hidden(work.vocab, work.reduce_dhidden):
+            assert work.vocab is not None
+            hidden = gather_hidden(hidden, work.vocab)
+        product = Product(weight, bias, head)
+        parts, spans = _parts(work, count)
+        gradients = Gradients(
+            product,
+            hidden,
+            len(parts),
+            dhidden=_dhidden_dtype(hidden, head, work.vocab) if work.needs[0] else None,
+            weight=work.needs[1],
+            bias=work.needs[2],
+        )
+        dtype = head.sums
+        logprobs = torch.zeros(work.inputs.targets.numel(), dtype=dtype, device=hidden.device)
+        entropy = torch.zeros_like(logprobs)
+        buffer = hidden.new_empty(max(p.stop - p.start for p in parts), head.used, dtype=head.logits)
+
+        def logits_of(index: slice | Tensor) -> Tensor:
+            block = buffer[: count_of(index)]
+            product.logits(take(hidden, index), block)
+            return block
+
+        def statistics(index: slice | Tensor, block: Tensor) -> Tensor:
+            targets, temperature = take(work.inputs.targets, index), take_optional(work.inputs.temperature, index)
+            local = row_stats(block, targets, temperature, head)
+            logprobs[index], of_rows, kept = whole_stats(local, targets, temperature, head, work.vocab)
+            if head.with_entropy:
+                entropy[index] = of_rows
+            return kept
+
+        def coefficients(index: slice | Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, bool]:
+            return _coefficients(
+                work, take(logprobs, index), take(entropy, index) if head.with_entropy else None, index, cu_seqlens
+            )
+
+        if spans is None:  # a sequence longer than a chunk
+            indices = [narrow(work.chosen, part) for part in parts]
+            stats = torch.cat([statistics(index, logits_of(index)) for index in indices])
+            upstream, of_entropy = coefficients(work.chosen, work.cu_seqlens)
+            if any(work.needs):
+                for part, index in zip(parts, indices, strict=True):
+                    block = logits_of(index)
+                    _add_gradients(work, gradients, hidden, index, block, stats[part], upstream[part], of_entropy)
+        else:
+            for part, cu_seqlens in zip(parts, spans, strict=True):
+                index = narrow(work.chosen, part)
+                block = logits_of(index)
+                stats = statistics(index, block)
+                upstream, of_entropy = coefficients(index, cu_seqlens)
+                if any(work.needs):
+                    _add_gradients(work, gradients, hidden, index, block, stats, upstream, of_entropy)
+        loss = torch.stack([x.double() for x in work.losses]).sum().to(work.losses[0].dtype)
+        return (
+            loss,
+            torch.stack(work.metrics).sum(0),
+            logprobs,
+            entropy if head.with_entropy else entropy.new_empty(0),
+            gradients.dhidden,
+            gradients.weight_gradient(),
+            gradients.dbias,
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        hidden, weight, bias, work = inputs
+        ctx.mark_non_differentiable(*(x for x in output[1:] if x is not None))
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.vocab, ctx.reduce_dhidden, ctx.into = work.vocab, work.reduce_dhidden, work.weight_grad_into
+        ctx.save_for_backward(*output[4:])
+        ctx.spent = False
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        refuse_double_backward("linear_loss")
+        if ctx.spent:
+            raise RuntimeError("linear_loss has no second backward: its gradients were scaled in place and handed out")
+        upstream = grads[0]
+        if upstream is None:
+            return None, None, None, None
+        ctx.spent = True
+        dhidden, dweight, dbias = ctx.saved_tensors
+        if dhidden is not None:
+            dhidden = reduce_partial(dhidden.mul_(upstream), ctx.vocab, ctx.reduce_dhidden)
+            dhidden = dhidden.to(ctx.dtypes[0]).view(ctx.shape)
+        if dweight is not None and ctx.into is not None:
+            ctx.into.add_(dweight.to(torch.float32).mul_(upstream))
+            dweight = None
+        elif dweight is not None:
+            # Widened first: a half's product would be rounded a second time.
+            wide = torch.promote_types(dweight.dtype, ctx.dtypes[1])
+            dweight = dweight.to(wide).mul_(upstream).to(ctx.dtypes[1])
+        if dbias is not None:
+            dbias = dbias.mul_(upstream).to(ctx.dtypes[2])
+        return dhidden, dweight, dbias, None
+
+
+def _coefficients(
+    work: _Work, logprobs: Tensor, entropy: Tensor | None, index: slice | Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, bool]:
+    """[n, 2], d loss / d logprobs and / d entropy of these rows, and whether the latter is any; keeps the results."""
+    wanted = any(work.needs)
+    given = {name: take(x, index) for name, x in work.rows.items()}
+    if cu_seqlens is not None:
+        given["cu_seqlens"] = cu_seqlens
+    leaves = [x.detach().clone().requires_grad_(wanted) for x in (logprobs, entropy) if x is not None]
+    with torch.set_grad_enabled(wanted):
+        loss, metrics = work.loss_fn(leaves[0], leaves[1] if len(leaves) == 2 else None, given)
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss_fn must return (loss, metrics) with a 0-dim loss, got {got}")
+    work.losses.append(loss.detach())
+    work.metrics.append(metrics.detach())
+    upstream, of_entropy = logprobs.new_zeros(logprobs.shape[0], 2), False
+    if wanted and loss.requires_grad:
+        for column, grad in enumerate(torch.autograd.grad(loss, leaves, allow_unused=True)):
+            if grad is not None:
+                upstream[:, column] = grad
+                of_entropy = column == 1
+    return upstream, of_entropy
+
+
+def _add_gradients(
+    work: _Work,
+    gradients: Gradients,
+    hidden: Tensor,
+    index: slice | Tensor,
+    block: Tensor,
+    stats: Tensor,
+    upstream: Tensor,
+    of_entropy: bool,
+) -> None:
+    """The chunk's logits become dlogits and give their part of the gradients."""
+    head, live = work.inputs.head, (upstream != 0).any(1)
+    if work.compact:
+        kept = where_any(live)
+        if isinstance(kept, Tensor):
+            index, block, stats, upstream = narrow(index, kept), move_up(block, kept), stats[kept], upstream[kept]
+    if block.shape[0] == 0:
+        return
+    factor = None
+    if head.logits == torch.float16:
+        # A loss divided by many tokens has coefficients below float16's range; a power of two brings them back.
+        largest = upstream.abs().amax()
+        exponent = torch.where(largest.isfinite(), torch.frexp(largest)[1], 0)
+        upstream, factor = torch.ldexp(upstream, -exponent), torch.ldexp(torch.ones_like(largest), exponent)
+    targets, temperature = take(work.inputs.targets, index), take_optional(work.inputs.temperature, index)
+    write_dlogits(block, targets, temperature, stats, upstream, head._replace(with_entropy=of_entropy))
+    live_rows = None if work.compact else live & (targets != head.ignore_index)
+    gradients.add(block, take(hidden, index), index, live=live_rows, factor=factor)
+
+
+def _parts(work: _Work, count: int) -> tuple[list[slice], list[Tensor | None] | None]:
+    """Chunks of the chosen rows and each one's cu_seqlens; None for these where a sequence is longer than a chunk."""
+    plain = list(chunks(count, work.size)) or [slice(0, 0)]
+    if work.cu_seqlens is None:
+        return plain, [None] * len(plain)
+    offsets = work.cu_seqlens.tolist()
+    if any(stop - start > work.size for start, stop in pairwise(offsets)):
+        _say_four_products()
+        return plain, None
+    cuts = [0]  # indices into the offsets
+    for i in range(1, len(offsets)):
+        if offsets[i] - offsets[cuts[-1]] > work.size:
+            cuts.append(i - 1)
+    cuts.append(len(offsets) - 1)
+    parts = [slice(offsets[a], offsets[b]) for a, b in pairwise(cuts)]
+    return parts, [work.cu_seqlens[a : b + 1] - offsets[a] for a, b in pairwise(cuts)]
+
+
+def _say_four_products() -> None:
+    warnings.warn(
+        "a sequence is longer than chunk_tokens and the loss is one of whole sequences: the logits of this loss are "
+        "formed twice (four products instead of three); raise chunk_tokens if memory allows",
+        stacklevel=2,
+    )
+
+
+def _chosen(selected: Tensor, num_rows: int | None) -> slice | Tensor:
+    """The rows that count. `num_rows`, where given, is how many: nothing is read from an accelerator."""
+    if num_rows is None:
+        return where_any(selected)
+    if isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 0:
+        raise ValueError(f"num_rows must be an int >= 0, got {num_rows!r}")
+    if contents_checked(selected) and int(selected.sum()) != num_rows:
+        raise ValueError(f"num_rows must be the {int(selected.sum())} rows that count, got {num_rows}")
+    if num_rows == selected.numel():
+        return slice(0, num_rows)
+    return torch.nonzero_static(selected, size=num_rows)[:, 0]
+
+
+def _dhidden_dtype(hidden: Tensor, head: Head, vocab: VocabShard | None) -> torch.dtype:
+    return head.sums if is_sharded(vocab) else hidden.dtype
+
+
+def _check_row(name: str, value: object, targets: Tensor) -> None:
+    label = f"rows[{name!r}]"
+    if name in RESERVED:
+        raise ValueError(f"rows must not hold {name!r}, which loss_fn is given besides, got {name!r}")
+    check_tensor(label, value, dtypes=None)
+    assert isinstance(value, Tensor)
+    if value.shape[: targets.dim()] != targets.shape:
+        raise ValueError(f"{label} must begin with targets' shape {list(targets.shape)}, got {list(value.shape)}")
+    check_device(label, value, "targets", targets)
+    if value.requires_grad:
+        raise ValueError(f"{label} must not require grad: no gradient flows to it, got one that does")

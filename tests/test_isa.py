@@ -1,0 +1,39 @@
+"""The kernels on every instruction set that this machine has: the tests of their numbers, each in a process that is
+forced to it. An instruction set is chosen once per process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fastppo import _C
+
+ORDER = ("baseline", "avx2", "avx512")
+LOWER = ORDER[: ORDER.index(_C.cpu_isa())]
+
+
+@pytest.mark.parametrize("isa", LOWER)
+@pytest.mark.parametrize("tests", ["test_logprob.py", "test_logprob_grid.py", "test_loss_grid.py"])
+def test_numbers(tests, isa):
+    script = f"""
+import sys, pytest, fastppo._C
+assert fastppo._C.cpu_isa() == {isa!r}, fastppo._C.cpu_isa()
+sys.exit(pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "-k", "not compile and not opcheck", {tests!r}]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=os.path.dirname(__file__),
+        env=os.environ | {"FASTPPO_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+
+
+def test_an_unknown_name_is_an_error():
+    script = "import torch, fastppo; fastppo.logprob(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))"
+    env = os.environ | {"FASTPPO_CPU_ISA": "avx-2"}
+    result = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert "ValueError: FASTPPO_CPU_ISA must be one of baseline, avx2, avx512" in result.stderr
+    assert "got 'avx-2'" in result.stderr
