@@ -243,7 +243,7 @@ def _gae(
 
     # Converted tensors keep a name until the launch: their memory must not be another's before it is read.
     converted = [byte_flags(x) for x in (mask, terminated, truncated)]
-    byte_flags = [None if x is None else (x.data_ptr(), *strides(x), 0) for x in converted]
+    flags = [None if x is None else (x.data_ptr(), *strides(x), 0) for x in converted]
     lams = [None if x is None else x.to(torch.float32).contiguous() for x in (lam_per_seq, lam_returns_per_seq)]
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
@@ -262,7 +262,7 @@ def _gae(
     _build.module().gae(
         floats(rewards),
         floats(values),
-        *byte_flags,
+        *flags,
         bootstrap,
         final,
         *(0 if x is None else x.data_ptr() for x in lams),
