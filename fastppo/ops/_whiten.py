@@ -13,10 +13,11 @@ _BYTES = (torch.bool, torch.uint8, torch.int8)
 
 def whiten(x: Tensor, mask: Tensor | None, *, group: "dist.ProcessGroup | None") -> Tensor:
     """x: float32 on a CPU. Two all-reduces, in which every rank takes part, as in the definition."""
-    moments = torch.ops.fastppo.moments(x, mask)
+    moments: Tensor = torch.ops.fastppo.moments(x, mask)
     if dist.is_available() and dist.is_initialized():
         moments = _merge(moments, group)
-    return torch.ops.fastppo.apply_moments(x, mask, moments)
+    out: Tensor = torch.ops.fastppo.apply_moments(x, mask, moments)
+    return out
 
 
 def _merge(moments: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
