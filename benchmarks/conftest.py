@@ -22,8 +22,9 @@ import torch
 from measure import Pair, RatioClock, keep_freed_memory, peak_mib
 
 BUDGET_S = {False: 3.0, True: 1.0}  # seconds of measuring a row; True: with --quick
-# Of the target, what a row must reach with --quick. The machine may be shared, and a fault costs more than half.
-QUICK_SHARE = 0.5
+# Of the target, what a row must reach with --quick. Where others use the same cores, one row's ratio to a threaded peer
+# was seen between 0.7 and 2.1: this finds faults of several times only, and the comparison with a baseline the rest.
+QUICK_SHARE = 1 / 3
 
 CLOCK = RatioClock()
 ROWS = pytest.StashKey[list[dict[str, Any]]]()

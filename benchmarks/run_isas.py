@@ -22,6 +22,7 @@ def main(arguments: list[str]) -> int:
     for isa in reversed(KNOWN[: KNOWN.index(machine.isa()) + 1]):
         baseline = HERE / "baselines" / f"{machine.machine_name(isa_name=isa)}.json"
         if save:
+            baseline.parent.mkdir(exist_ok=True)
             options = [f"--benchmark-json={baseline}"]
         elif baseline.exists():
             options = [f"--benchmark-compare={baseline}", "--benchmark-compare-fail=median:5%"]

@@ -11,3 +11,6 @@ TINY = (2, 8)
 
 # Logits of a batch of 1024 tokens over a vocabulary of 49152: 192 MiB in float32, far beyond every cache.
 LOGPROB = {"1024x49152": (1024, 49152)}
+
+# Tokens of a large rollout, flat: a million.
+LOSSES = {"1048576": 1 << 20}

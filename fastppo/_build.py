@@ -22,10 +22,17 @@ def load() -> tuple[ModuleType | None, str]:
         return None, str(error)
 
 
+def module() -> ModuleType:
+    """The compiled module, where a backend that needs it was chosen."""
+    loaded, reason = load()
+    assert loaded is not None, reason
+    return loaded
+
+
 def warn_if_missing() -> None:
     """Warn where the distribution is installed without its compiled module: all would be slow and nobody would know."""
-    module, reason = load()
-    if module is None and is_installed():
+    loaded, reason = load()
+    if loaded is None and is_installed():
         warnings.warn(
             f"fastppo is installed without its compiled kernels ({reason}); ops fall back to PyTorch and are slow. "
             "Install it with `pip install --force-reinstall --no-deps fastppo`, or from a checkout with "

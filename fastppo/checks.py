@@ -76,13 +76,5 @@ def check_pair(name: str, value: object, meaning: str) -> None:
         raise ValueError(f"{name} must be {meaning}, got {value}")
 
 
-def refuse_double_backward(op: str) -> None:
-    """Called first in a backward: autograd records there only when a second derivative is wanted."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f'{op} has no second derivative on this backend (create_graph=True, torch.func): use backend="torch"'
-        )
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

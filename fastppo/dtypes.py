@@ -5,6 +5,13 @@ from torch import Tensor
 
 # The order of csrc/common/dtype.h.
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# A byte of these is 0 exactly where the element is, so a kernel reads them as they are.
+BYTE_FLAGS = (torch.bool, torch.uint8, torch.int8)
+
+
+def byte_flags(x: Tensor | None) -> Tensor | None:
+    """The same flags, one byte each, 0 where false. Keep a name for it until a kernel has read it."""
+    return x if x is None or x.dtype in BYTE_FLAGS else x != 0
 
 
 def accumulator(*tensors: Tensor | None) -> torch.dtype:

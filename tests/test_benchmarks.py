@@ -80,10 +80,10 @@ def test_the_ratio_is_stored_compared_and_printed(tmp_path: Path) -> None:
 
 
 def test_quick_fails_far_from_the_target_only(tmp_path: Path) -> None:
-    near = suite(tmp_path, target=3.0)
+    near = suite(tmp_path, target=4.0)
     assert near.returncode == 0 and "missed" in near.stdout
-    far = suite(tmp_path, target=8.0)
-    assert far.returncode == 1 and "far from its target of 8" in far.stdout
+    far = suite(tmp_path, target=10.0)
+    assert far.returncode == 1 and "far from its target of 10" in far.stdout
 
 
 def test_a_wrong_answer_is_not_timed(tmp_path: Path) -> None:

@@ -595,6 +595,16 @@ def test_masking_is_cutting_out(lengths: list[int], gamma: float, lam: float, se
     same_bits(GAEOutput(masked.advantages[mask], masked.returns[mask]), cut)
 
 
+@pytest.mark.parametrize("steps", [70_000, 70_003], ids=["aligned-rows", "unaligned-rows"])
+def test_outputs_past_the_caches_are_those_of_each_row_alone(steps: int) -> None:
+    """4 x 70000 positions: outputs of more than 2 MiB are stored another way."""
+    case = Case((4, steps), OPTIONS["mask"])
+    whole = gae(**case.arguments(), backend="cpu")
+    for b in range(4):
+        row = gae(**case.arguments(lambda x, b=b: x[b : b + 1]), backend="cpu")
+        same_bits(GAEOutput(whole.advantages[b : b + 1], whole.returns[b : b + 1]), row)
+
+
 # --- As a torch op ----------------------------------------------------------------------------------------------------
 
 

@@ -250,7 +250,8 @@ def test_any_batch_equals_the_formula(rows, clip_eps):
     assert float(out.loss.detach()) == pytest.approx(right.mean(), rel=1e-5, abs=1e-6 * (1 + np.abs(right).max()))
     out.loss.backward()
     bound = (values - returns).abs() / len(rows)
-    assert bool(((leaf.grad == 0) | ((leaf.grad.abs() - bound).abs() <= 1e-6 * bound)).all())
+    tiny = torch.finfo(torch.float32).tiny  # below it digits are lost
+    assert bool(((leaf.grad == 0) | ((leaf.grad.abs() - bound).abs() <= 1e-6 * bound + tiny)).all())
 
 
 def test_nothing_clips_inside_the_range_however_it_is_rounded():

@@ -21,13 +21,18 @@
 #include "common/thread_pool.h"
 #include "gae/gae.h"
 
+#ifdef FASTPPO_X86
+#include <xmmintrin.h>
+#endif
+
 namespace fastppo {
 namespace {
 
 constexpr int kSteps = 128;
 constexpr int kMaxLanes = 16;
-constexpr int64_t kMinTokensPerBlock = 16384;  // below this a thread costs more to wake than it saves
-constexpr int kBlocksPerThread = 8;            // so that a thread that is late leaves work to the others
+constexpr int64_t kOwnCaches = int64_t{2} << 20;  // bytes; the second level of today's cores
+constexpr int64_t kMinTokensPerBlock = 16384;     // below this a thread costs more to wake than it saves
+constexpr int kBlocksPerThread = 8;               // so that a thread that is late leaves work to the others
 
 template <typename T>
 FASTPPO_INLINE const T* address(const GaeTensor& x, int64_t b, int64_t t) {
@@ -74,6 +79,16 @@ struct Slot {
 };
 
 enum class Selected { kNone, kSome, kAll };
+
+// Whether outputs are too large to be found in a core's own caches by whoever reads them next.
+FASTPPO_INLINE bool past_caches(const GaeParams& p) {
+  const int64_t positions = p.cu_seqlens != nullptr ? p.num_steps : p.num_seqs * p.num_steps;
+  return positions * 2 * static_cast<int64_t>(sizeof(float)) > kOwnCaches;
+}
+
+FASTPPO_INLINE bool aligned(const float* x) {
+  return reinterpret_cast<uintptr_t>(x) % sizeof(Floats4) == 0;
+}
 
 // The kernel in vectors of kLanes: of the width that the instruction set has, because GCC keeps wider ones in memory.
 template <int kLanes>
@@ -287,12 +302,22 @@ struct Kernel {
     for (int j = 0; j < n; ++j) out[j * time_stride] = row[j];
   }
 
+  // Without reading the lines that are written. 16 bytes at a time, which every x86 has; neighbours are combined.
+  static FASTPPO_INLINE void store_past_caches(float* target, const Floats& x) {
+#ifdef FASTPPO_X86
+    for (int k = 0; k < kLanes; k += 4) _mm_stream_ps(target + k, load4(reinterpret_cast<const float*>(&x) + k));
+#else
+    store<kLanes>(target, x);
+#endif
+  }
+
   static FASTPPO_INLINE void emit(const GaeParams& p, const Slot& slot, Tile& tile) {
     const int64_t t = slot.start + slot.left - slot.n;
     const int64_t offset = slot.b * p.out_row_stride + t * p.out_time_stride;
     const bool direct = p.out_time_stride == 1 && slot.n % kLanes == 0;
     float* advantages = direct ? p.advantages + offset : tile.deltas;
     float* returns = direct ? p.returns + offset : tile.rewards;
+    const bool stream = direct && past_caches(p) && aligned(advantages) && aligned(returns);
     const float* of_returns = p.separate_returns ? tile.deltas_returns : tile.deltas;
     const Floats zero = {};
     for (int j = 0; j < slot.n; j += kLanes) {
@@ -306,6 +331,11 @@ struct Kernel {
         const Flags selected = load_flags(tile.flags + j);
         advantage = select(selected, advantage, zero);
         sum = select(selected, sum, zero);
+      }
+      if (stream) {
+        store_past_caches(advantages + j, advantage);
+        store_past_caches(returns + j, sum);
+        continue;
       }
       store<kLanes>(advantages + j, advantage);
       store<kLanes>(returns + j, sum);
@@ -350,7 +380,7 @@ struct Kernel {
         if (slots[i].left > 0) fill(p, slots[i], tiles[i]);
         steps = std::max(steps, whole_vectors(slots[i].n));
       }
-      if (steps == 0) return;
+      if (steps == 0) break;
 #pragma GCC unroll 1
       for (int i = 0; i < SLOTS; ++i) pad(tiles[i], slots[i].n, steps);
       if (cuts) {
@@ -366,6 +396,9 @@ struct Kernel {
 #pragma GCC unroll 1
       for (int i = 0; i < SLOTS; ++i) emit(p, slots[i], tiles[i]);
     }
+#ifdef FASTPPO_X86
+    _mm_sfence();  // what went past the caches is there before another thread is told so
+#endif
   }
 
   // Positions t of kLanes sequences from b on, which lie side by side in memory.

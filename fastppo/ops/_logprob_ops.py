@@ -68,8 +68,8 @@ def _logprob_stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, 
     targets, temperature = targets.contiguous(), _float32(temperature)
 
     def call(logits: Tensor, first: int, count: int) -> None:
-        stats = result[first : first + count]
-        _module().logprob_stats(*_row_arguments(logits, targets, temperature, first, count, opt), *_written(stats))
+        arguments = _row_arguments(logits, targets, temperature, first, count, opt)
+        _build.module().logprob_stats(*arguments, result.data_ptr() + 16 * first, torch.get_num_threads())
 
     _for_blocks(call, logits)
     return result
@@ -101,7 +101,7 @@ def _logprob_combine(
     logprobs = torch.empty(count, dtype=torch.float32)
     entropy = torch.empty(count if with_entropy else 0, dtype=torch.float32)
     kept = torch.empty(count, 4, dtype=torch.float32)
-    _module().logprob_combine(
+    _build.module().logprob_combine(
         gathered.data_ptr(),
         gathered.shape[0],
         count,
@@ -160,7 +160,7 @@ def _write_dlogits(
         upstream: list[int] = []
         for grad in grads:
             upstream += (0, 0) if grad is None else (grad.data_ptr() + 4 * first * grad.stride(0), grad.stride(0))
-        _module().logprob_dlogits(
+        _build.module().logprob_dlogits(
             *_row_arguments(logits, targets, temperature, first, count, opt),
             _rows_of(out),
             kept.data_ptr() + 16 * first,
@@ -230,16 +230,6 @@ def _float32(x: Tensor | None) -> Tensor | None:
 
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-def _written(x: Tensor) -> tuple[int, int]:
-    return x.data_ptr(), torch.get_num_threads()
-
-
-def _module() -> Any:
-    module, _ = _build.load()
-    assert module is not None
-    return module
 
 
 ROW_SCHEMA = (

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastppo.checks import check_choice, check_like, check_number, check_tensor, refuse_double_backward
+from fastppo.checks import check_choice, check_like, check_number, check_tensor
+from fastppo.dtypes import CODES
+from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
 from fastppo.packing import check_cu_seqlens
 from fastppo.reference.aggregation import Sums, normalised
 
@@ -143,7 +145,7 @@ def _kept_by_formula(
 
 
 class _KeptGradients(torch.autograd.Function):
-    @staticmethod
+    @forward_of_all_arguments
     def forward(
         x: Tensor, entropy: Tensor | None, forward: Callable[[Tensor, Tensor | None], Kept], op: str
     ) -> tuple[Tensor | None, ...]:
@@ -184,11 +186,6 @@ _KeptGradients.forward.__signature__ = inspect.signature(_KeptGradients.forward)
 
 # --- What a kernel is handed; csrc/common/token_blocks.h --------------------------------------------------------------
 
-# The order of csrc/common/dtype.h.
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-# A byte of these is 0 exactly where the element is, so a kernel reads them as they are.
-_BYTE_FLAGS = (torch.bool, torch.uint8, torch.int8)
-
 Strided = tuple[int, int, int, int]
 
 
@@ -208,12 +205,7 @@ def strided(x: Tensor | None) -> Strided | None:
     if x is None:
         return None
     strides = x.stride()
-    return (x.data_ptr(), 0 if len(strides) == 1 else strides[0], strides[-1], _DTYPE_CODES.get(x.dtype, 0))
-
-
-def byte_flags(x: Tensor | None) -> Tensor | None:
-    """The same flags, one byte each, 0 where false."""
-    return x if x is None or x.dtype in _BYTE_FLAGS else x != 0
+    return (x.data_ptr(), 0 if len(strides) == 1 else strides[0], strides[-1], CODES.get(x.dtype, 0))
 
 
 def offsets(cu_seqlens: Tensor | None) -> tuple[int, bool, int] | None:

@@ -6,9 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastppo import _build
+from fastppo.dtypes import byte_flags
 from fastppo.reference.advantages import WHITEN_EPS
-
-_BYTES = (torch.bool, torch.uint8, torch.int8)
 
 
 def whiten(x: Tensor, mask: Tensor | None, *, group: "dist.ProcessGroup | None") -> Tensor:
@@ -33,9 +32,8 @@ def _merge(moments: Tensor, group: "dist.ProcessGroup | None") -> Tensor:
 
 def _flat_mask(mask: Tensor | None) -> Tensor | None:
     """Bytes, contiguous like x."""
-    if mask is None:
-        return None
-    return (mask if mask.dtype in _BYTES else mask != 0).contiguous()
+    flags = byte_flags(mask)
+    return None if flags is None else flags.contiguous()
 
 
 def _moments(x: Tensor, mask: Tensor | None) -> Tensor:

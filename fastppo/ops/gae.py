@@ -18,6 +18,7 @@ from torch import Tensor
 from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.checks import FLOATS, check_device, check_like, check_tensor, contents_checked
+from fastppo.dtypes import CODES, accumulator, byte_flags
 from fastppo.ops._whiten import whiten as whiten_on_cpu
 from fastppo.ops.advantages import whiten as whiten_anywhere
 from fastppo.packing import check_cu_seqlens_contents, check_cu_seqlens_form
@@ -186,16 +187,6 @@ def _check_lam(name: str, value: float | Tensor, rewards: Tensor, num_seqs: int)
     check_device(name, value, "rewards", rewards)
 
 
-def _accumulator(*floats: Tensor | None) -> torch.dtype:
-    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in floats) else torch.float32
-
-
-# The order of csrc/common/dtype.h.
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-# A byte of these is 0 exactly where the element is, so a kernel reads them as they are.
-_BYTE_FLAGS = (torch.bool, torch.uint8, torch.int8)
-
-
 @torch.no_grad()
 def _gae(
     rewards: Tensor,
@@ -223,7 +214,7 @@ def _gae(
     if cu_seqlens is not None and contents_checked(cu_seqlens):
         check_cu_seqlens_contents(cu_seqlens, num_steps)
 
-    dtype = _accumulator(rewards, values, bootstrap_values)
+    dtype = accumulator(rewards, values, bootstrap_values)
     chosen, _ = resolve("gae", backend, rewards.device, dtype)
     if chosen == "torch":
         return definition(
@@ -248,11 +239,11 @@ def _gae(
         return (0, x.stride(0)) if x.dim() == 1 else (x.stride(_row_dim(time_dim)), x.stride(time_dim))
 
     def floats(x: Tensor) -> tuple[int, int, int, int]:
-        return (x.data_ptr(), *strides(x), _DTYPE_CODES[x.dtype])
+        return (x.data_ptr(), *strides(x), CODES[x.dtype])
 
     # Converted tensors keep a name until the launch: their memory must not be another's before it is read.
-    converted = [x if x is None or x.dtype in _BYTE_FLAGS else x != 0 for x in (mask, terminated, truncated)]
-    byte_flags = [None if x is None else (x.data_ptr(), *strides(x), 0) for x in converted]
+    converted = [byte_flags(x) for x in (mask, terminated, truncated)]
+    flags = [None if x is None else (x.data_ptr(), *strides(x), 0) for x in converted]
     lams = [None if x is None else x.to(torch.float32).contiguous() for x in (lam_per_seq, lam_returns_per_seq)]
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
@@ -262,18 +253,16 @@ def _gae(
         if truncated is not None and bootstrap_values.shape == values.shape:
             bootstrap = floats(bootstrap_values)
         elif bootstrap_values.shape == (num_seqs,):
-            code = _DTYPE_CODES[bootstrap_values.dtype]
+            code = CODES[bootstrap_values.dtype]
             one_per_seq = (bootstrap_values.data_ptr(), bootstrap_values.stride(0), 0, code)
             bootstrap, final = (None, one_per_seq) if truncated is None else (one_per_seq, None)
 
     out_row_stride, out_time_stride = strides(advantages)
-    module, _ = _build.load()
-    assert module is not None
     on_gpu = chosen == "cuda"
-    module.gae(
+    _build.module().gae(
         floats(rewards),
         floats(values),
-        *byte_flags,
+        *flags,
         bootstrap,
         final,
         *(0 if x is None else x.data_ptr() for x in lams),
@@ -309,6 +298,6 @@ _LIBRARY.impl("gae", torch.library.fallthrough_kernel, "Autograd")
 
 @torch.library.register_fake("fastppo::gae", lib=_LIBRARY)
 def _(rewards: Tensor, values: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    dtype = _accumulator(rewards, values, options[8])
+    dtype = accumulator(rewards, values, options[8])
     shape, device = rewards.shape, rewards.device
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)

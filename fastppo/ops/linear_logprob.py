@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastppo.checks import check_choice, refuse_double_backward
+from fastppo.checks import check_choice
+from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
 from fastppo.ops._linear import (
     HEAD_SCHEMA,
     Gradients,
@@ -144,7 +145,7 @@ def linear_logprob(
 
 
 class _LinearLogprob(torch.autograd.Function):
-    @staticmethod
+    @forward_of_all_arguments
     def forward(
         hidden: Tensor,
         weight: Tensor,

@@ -29,8 +29,8 @@ from fastppo.checks import (
     check_like,
     check_tensor,
     contents_checked,
-    refuse_double_backward,
 )
+from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
 from fastppo.ops._linear import (
     Gradients,
     Head,
@@ -257,7 +257,7 @@ class _Work:
 
 
 class _LinearLoss(torch.autograd.Function):
-    @staticmethod
+    @forward_of_all_arguments
     def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> tuple[Tensor | None, ...]:
         head, count = work.inputs.head, count_of(work.chosen)
         hidden = hidden.reshape(-1, hidden.shape[-1])

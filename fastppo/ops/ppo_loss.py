@@ -31,12 +31,12 @@ from torch import Tensor
 from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.checks import check_choice, check_like, check_number, check_pair, check_tensor
+from fastppo.dtypes import accumulator, byte_flags
 from fastppo.metrics import PPO_METRICS
 from fastppo.ops._loss import (
     AGGREGATIONS,
     Kept,
     LossOutput,
-    byte_flags,
     check_count,
     check_layout,
     kept_like,
@@ -49,8 +49,9 @@ from fastppo.ops._loss import (
     strided,
     wants_grad,
 )
+from fastppo.packing import check_cu_seqlens_contents
 from fastppo.reference import ppo_loss as definition
-from fastppo.reference.aggregation import Sums, accumulator
+from fastppo.reference.aggregation import Sums
 from fastppo.reference.ppo_loss import DEFAULT_IS_BOUNDS
 
 LOSS_TYPES = ("ppo", "reinforce", "cispo", "gspo", "gmpo", "sapo")
@@ -326,11 +327,12 @@ def _ppo_loss_cpu(
     loss, metrics, scale, nll_scale, grad, entropy_grad, nll_grad = (x.data_ptr() for x in outputs)
     # Converted tensors keep a name until the kernel has read them.
     mask, nll_mask = byte_flags(mask), byte_flags(nll_mask)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+        # Under torch.compile nobody has looked at it yet, and the kernel goes where it says.
+        check_cu_seqlens_contents(cu_seqlens, logprobs.numel())
     *options, tokens, seqs, nll_tokens = numbers
-    module, _ = _build.load()
-    assert module is not None
-    module.ppo_loss(
+    _build.module().ppo_loss(
         *row_shape(logprobs),
         strided(logprobs),
         strided(old_logprobs),

@@ -13,12 +13,12 @@ from torch import Tensor
 from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.checks import check_like, check_number, check_tensor
+from fastppo.dtypes import accumulator, byte_flags
 from fastppo.metrics import VALUE_METRICS
 from fastppo.ops._loss import (
     AGGREGATIONS,
     Kept,
     LossOutput,
-    byte_flags,
     check_layout,
     kept_like,
     loss_of_kept,
@@ -30,8 +30,9 @@ from fastppo.ops._loss import (
     strided,
     wants_grad,
 )
+from fastppo.packing import check_cu_seqlens_contents
 from fastppo.reference import value_loss as definition
-from fastppo.reference.aggregation import Sums, accumulator
+from fastppo.reference.aggregation import Sums
 
 
 def value_loss(
@@ -133,11 +134,12 @@ def _value_loss_cpu(
     loss, metrics, scale, grad = (x.data_ptr() for x in outputs)
     # Converted tensors keep a name until the kernel has read them.
     mask = byte_flags(mask)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+        # Under torch.compile nobody has looked at it yet, and the kernel goes where it says.
+        check_cu_seqlens_contents(cu_seqlens, values.numel())
     clip_eps, norm, tokens, seqs = numbers
-    module, _ = _build.load()
-    assert module is not None
-    module.value_loss(
+    _build.module().value_loss(
         *row_shape(values),
         strided(values),
         strided(old_values),

@@ -105,10 +105,6 @@ def reciprocal(count: float | Tensor, like: Tensor) -> Tensor:
     return torch.where(count > 0, 1 / count, 0.0)
 
 
-def accumulator(*tensors: Tensor | None) -> torch.dtype:
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
 class _SegmentSum(torch.autograd.Function):
     """Sums over segments, each in the order of its tokens: index_add would add in any order on a GPU.
 

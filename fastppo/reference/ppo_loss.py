@@ -10,8 +10,9 @@ nor on padding against packing.
 import torch
 from torch import Tensor
 
+from fastppo.dtypes import accumulator
 from fastppo.metrics import PPO_METRICS
-from fastppo.reference.aggregation import Sequences, Sums, accumulator, aggregate, normalised, reciprocal
+from fastppo.reference.aggregation import Sequences, Sums, aggregate, normalised, reciprocal
 
 # exp(20) = 4.9e8 is far beyond any ratio that training survives and far below overflow.
 LOG_RATIO_BOUND = 20.0

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from fastppo.reference.aggregation import Sequences, Sums, accumulator, aggregate, normalised
+from fastppo.dtypes import accumulator
+from fastppo.reference.aggregation import Sequences, Sums, aggregate, normalised
 
 
 def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, **options: object) -> tuple[Tensor, Tensor]:
