@@ -830,3 +830,35 @@ def test_clip_metrics_of_the_other_losses(loss_type):
     out = ppo_loss(logprobs, torch.zeros(4), advantages, loss_type=loss_type, cu_seqlens=cu_seqlens, **bounds)
     metrics = dict(zip(PPO_METRICS, out.metrics.tolist(), strict=True))
     assert (metrics["clip_high"], metrics["clip_low"]) == (1, 1)
+
+
+def test_numpys_numbers_are_numbers():
+    batch = make_loss_inputs(LENGTHS)
+    plain = call(batch, clip_eps=0.25, sapo_tau=(1.0, 2.0), loss_type="sapo", num_tokens=9)
+    numpys = call(
+        batch,
+        clip_eps=np.float32(0.25),
+        sapo_tau=(np.float32(1), np.float64(2)),
+        loss_type="sapo",
+        num_tokens=np.int64(9),
+    )
+    for name, got, expected in zip(("loss", "metrics", "grad"), numpys, plain, strict=True):
+        assert_bitwise_equal(name, got, expected)
+
+
+@pytest.mark.parametrize("name", ["sapo_tau", "is_bounds"])
+def test_a_number_in_the_place_of_a_pair(name):
+    x = torch.zeros(3)
+    with pytest.raises(TypeError, match=f"{name} must be \\(.*, got float"):
+        ppo_loss(x, x, x, rollout_logprobs=x, is_correction="tis", **{name: 2.0})
+
+
+@both_backends
+def test_a_log_prob_of_minus_infinity_with_advantage_0(backend):
+    """A clipped ratio times 0 is 0, for loss and gradient; 0 times an infinite log-prob, of reinforce, is NaN."""
+    logp, old, adv = torch.tensor([-math.inf, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([0.0, 1.0])
+    leaf = logp.requires_grad_()
+    out = ppo_loss(leaf, old, adv, backend=backend)
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    assert out.loss.item() == -0.5 and grad.tolist() == [0.0, -0.5]
+    assert math.isnan(ppo_loss(leaf, old, adv, loss_type="reinforce", backend=backend).loss.item())

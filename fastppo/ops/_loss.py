@@ -1,6 +1,5 @@
 """What `ppo_loss` and `value_loss` share: their checks, and gradients that are formed in forward and kept."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -178,10 +177,6 @@ class _KeptGradients(torch.autograd.Function):
             None,
             None,
         )
-
-
-# Function.apply asks for this at every call, and working it out takes longer than a small batch's kernel.
-_KeptGradients.forward.__signature__ = inspect.signature(_KeptGradients.forward)  # type: ignore[attr-defined]
 
 
 # --- What a kernel is handed; csrc/common/token_blocks.h --------------------------------------------------------------
