@@ -55,9 +55,10 @@ FASTPPO_INLINE Floats clamp(const Floats& x, float low, float high) {
   return raised > high ? Floats{} + high : raised;
 }
 
+// NaN is, so that what it multiplies becomes NaN.
 template <typename Floats>
 FASTPPO_INLINE auto inside(const Floats& x, float bound) {
-  return (x >= -bound) & (x <= bound);
+  return ~((x < -bound) | (x > bound));
 }
 
 // Where a block's column is written: in place if the block is whole, else to a tile that `finish` copies.
@@ -134,7 +135,7 @@ FASTPPO_INLINE void walk_block(const PpoLossParams& p, SequenceTables& s, int64_
       const Flags clips = selected & (clipped > unclipped);
       counts[kClipHigh] += clips & (ratio > 1.0f);
       counts[kClipLow] += clips & (ratio <= 1.0f);
-      Flags taken = unclipped >= clipped;
+      Flags taken = ~(clipped > unclipped);  // a tie is, and so is NaN: its gradient must not look like 0
       pg = taken ? unclipped : clipped;
       if (p.dual_clip != 0.0f) {
         const Floats limit = -adv * p.dual_clip;
