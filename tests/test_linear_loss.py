@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fastppo
-from fastppo import PPO_METRICS, linear_loss, linear_ppo_loss
+from fastppo import PPO_METRICS, linear_logprob, linear_loss, linear_ppo_loss
 from fastppo.ops import _linear
 from fastppo.reference.linear_loss import linear_loss as plain_loss
 from fastppo.reference.linear_ppo_loss import linear_ppo_loss as plain_ppo_loss
@@ -583,3 +583,34 @@ def test_any_chunks_equal_the_composition(seed, lengths, chunk_tokens, loss_type
     truth = run_ppo(plain_ppo_loss, head, x, double=True, **options)
     for name, a, b in zip(NAMES, got, truth, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_what_a_masked_position_holds_is_not_looked_at(backend):
+    """A target of no token and a temperature of NaN, under a mask of 0."""
+    head, mask = make_head(4, 9), torch.tensor([1, 1, 0, 1])
+    targets, temperature = head.targets.clone(), torch.tensor([1.0, 0.5, math.nan, 2.0])
+    targets[2] = -1
+
+    def total(logprobs, entropy, rows):
+        return logprobs.sum(), logprobs.sum()[None]
+
+    got = linear_loss(*head[:2], targets, total, mask=mask, temperature=temperature, backend=backend)
+    kept = mask != 0
+    right = linear_logprob(head.hidden[kept], head.weight, head.targets[kept], temperature=temperature[kept]).logprobs
+    torch.testing.assert_close(got.logprobs[kept], right)
+    assert got.logprobs[2] == 0
+    torch.testing.assert_close(got.loss, right.sum())
+    out = linear_ppo_loss(*head[:2], targets, None, torch.ones(4), mask=mask, temperature=temperature, backend=backend)
+    assert bool(out.loss.isfinite()) and out.metrics[0] == 3
+
+
+def test_unsigned_targets_have_no_ignored_id():
+    """156 as uint8 is -100 to a comparison that does not widen first."""
+    head = make_head(4, 200)
+    targets = torch.tensor([156, 2, 1, 3], dtype=torch.uint8)
+    right = linear_logprob(*head[:2], targets.long()).logprobs
+    for backend in ("auto", "torch"):
+        out = linear_ppo_loss(*head[:2], targets, None, torch.ones(4), backend=backend)
+        torch.testing.assert_close(out.logprobs, right)
+        assert out.metrics[0] == 4

@@ -337,6 +337,7 @@ def check_head(
     check_tensor("hidden", hidden)
     check_tensor("weight", weight)
     check_tensor("targets", targets, INTEGERS)
+    targets = targets.long()  # an unsigned dtype has no -100 to compare with
     if weight.dim() != 2:
         raise ValueError(f"weight must have shape [V, D], got {list(weight.shape)}")
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
@@ -386,7 +387,7 @@ def check_head(
         product if logits_dtype is None else logits_dtype,
     )
     per_row = temperature.detach().reshape(-1) if isinstance(temperature, Tensor) else None
-    return Inputs(targets.long().reshape(-1), per_row, head)
+    return Inputs(targets.reshape(-1), per_row, head)
 
 
 def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

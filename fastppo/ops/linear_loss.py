@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastppo.checks import (
+    INTEGERS,
     check_choice,
     check_device,
     check_like,
@@ -132,6 +133,12 @@ def linear_loss(
     """
     if rows is not None and not isinstance(rows, Mapping):
         raise TypeError(f"rows must be a mapping of names to tensors, got {type(rows).__name__}")
+    check_tensor("targets", targets, INTEGERS)
+    targets = targets.long()
+    if mask is not None:  # first: what an unselected position holds is not looked at
+        check_tensor("mask", mask, dtypes=None)
+        check_like("mask", mask, "targets", targets)
+        targets = torch.where(mask != 0, targets, ignore_index)
     inputs = check_head(
         hidden,
         weight,
@@ -154,9 +161,6 @@ def linear_loss(
     check_choice("compact", compact, ("auto", "off"))
     for name, value in (rows or {}).items():
         _check_row(name, value, targets)
-    if mask is not None:
-        check_tensor("mask", mask, dtypes=None)
-        check_like("mask", mask, "targets", targets)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, targets.numel(), like=targets)
     if (backend == "torch" or inputs.head.product == torch.float64) and vocab is None and weight_grad_into is None:
@@ -166,7 +170,7 @@ def linear_loss(
                 *definition(
                     plain_hidden,
                     plain_weight,
-                    targets.long(),
+                    targets,
                     loss_fn,
                     rows=dict(rows or {}),
                     mask=mask,
@@ -180,14 +184,12 @@ def linear_loss(
                 )
             )
     selected = inputs.targets != ignore_index
-    if mask is not None:
-        selected = selected & (mask.reshape(-1) != 0)
     flat = {name: x.detach().reshape(-1, *x.shape[targets.dim() :]) for name, x in (rows or {}).items()}
     if torch.compiler.is_compiling():
         logprobs, entropy = linear_logprob(
             hidden,
             weight,
-            torch.where(selected, inputs.targets, ignore_index).view(targets.shape),
+            targets,
             bias=bias,
             temperature=temperature,
             softcap=softcap,
@@ -219,7 +221,7 @@ def linear_loss(
         )
     wanted = torch.is_grad_enabled()
     work = _Work(
-        inputs=inputs._replace(targets=torch.where(selected, inputs.targets, ignore_index)),
+        inputs=inputs,
         vocab=vocab,
         reduce_dhidden=reduce_dhidden,
         weight_grad_into=weight_grad_into,

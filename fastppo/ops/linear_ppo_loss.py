@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastppo.checks import check_like, check_tensor
+from fastppo.checks import INTEGERS, check_like, check_tensor
 from fastppo.metrics import PPO_METRICS
 from fastppo.ops._loss import LossOutput, check_count, check_layout
 from fastppo.ops.linear_loss import LinearLossOutput, linear_loss
@@ -80,7 +80,8 @@ def linear_ppo_loss(
     Raises:
         As `fastppo.linear_loss` and `fastppo.ppo_loss`.
     """
-    check_tensor("targets", targets, dtypes=None)
+    check_tensor("targets", targets, INTEGERS)
+    targets = targets.long()  # an unsigned dtype has no -100 to compare with
     check_tensor("advantages", advantages)
     per_token = {
         "old_logprobs": old_logprobs,

@@ -23,6 +23,7 @@ def linear_loss(
     **head: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(loss, metrics, logprobs, entropy); see `fastppo.linear_loss`."""
+    targets = targets.long()
     selected = targets != ignore_index
     if mask is not None:
         selected = selected & (mask != 0)

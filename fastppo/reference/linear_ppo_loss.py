@@ -24,6 +24,7 @@ def linear_ppo_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(loss, metrics, logprobs, entropy); see `fastppo.linear_ppo_loss`. `options` are the head's and ppo_loss's."""
     head = {name: options.pop(name) for name in HEAD if name in options}
+    targets = targets.long()
     selected = targets != ignore_index
     if mask is not None:
         selected = selected & (mask != 0)
