@@ -585,6 +585,29 @@ def test_any_chunks_equal_the_composition(seed, lengths, chunk_tokens, loss_type
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("coefficient", [1e-4, 1e-6, 1e-8])
+def test_float16_keeps_what_a_loss_scale_lifts(coefficient, logits_dtype):
+    """A loss of 1e-8 a token times a scale of 65536: the gradients are those of the scaled loss, not zeros."""
+    head = make_head(12, 40, dtype=torch.float16)
+    scale = 65536.0
+
+    def total(logprobs, entropy, rows):
+        return coefficient * logprobs.sum(), logprobs.sum()[None]
+
+    def gradients(dtype, loss_of):
+        leaves = [x.to(dtype).requires_grad_() for x in head[:2]]
+        return torch.autograd.grad(loss_of(*leaves) * scale, leaves)
+
+    got = gradients(torch.float16, lambda h, w: linear_loss(h, w, head.targets, total, logits_dtype=logits_dtype).loss)
+    right = gradients(
+        torch.float64, lambda h, w: linear_logprob(h, w, head.targets, backend="torch").logprobs.sum() * coefficient
+    )
+    for a, b in zip(got, right, strict=True):
+        # float16's rounding of every number on the way; its smallest is 6e-8.
+        assert (a.double() - b).abs().max() <= 4e-3 * b.abs().max() + 6e-8
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_what_a_masked_position_holds_is_not_looked_at(backend):
     """A target of no token and a temperature of NaN, under a mask of 0."""

@@ -405,7 +405,7 @@ def _add_gradients(
     if block.shape[0] == 0:
         return
     factor = None
-    if head.logits == torch.float16:
+    if torch.float16 in (head.logits, head.product):
         # A loss divided by many tokens has coefficients below float16's range; a power of two brings them back.
         largest = upstream.abs().amax()
         exponent = torch.where(largest.isfinite(), torch.frexp(largest)[1], 0)
@@ -456,7 +456,8 @@ def _chosen(selected: Tensor, num_rows: int | None) -> slice | Tensor:
 
 
 def _dhidden_dtype(hidden: Tensor, head: Head, vocab: VocabShard | None) -> torch.dtype:
-    return head.sums if is_sharded(vocab) else hidden.dtype
+    """float32 where ranks are summed, and where a loss scale may yet lift what float16 would lose."""
+    return head.sums if is_sharded(vocab) or torch.float16 in (hidden.dtype, head.product) else hidden.dtype
 
 
 def _check_row(name: str, value: object, targets: Tensor) -> None:
