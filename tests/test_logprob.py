@@ -194,6 +194,15 @@ def test_one_finite_logit_far_from_the_start_gives_positive_zeros():
 
 
 @every_backend
+def test_a_target_at_minus_infinity_has_the_same_gradient_under_a_softcap(backend):
+    """There the cap is no function: -inf stays -inf, with slope 1."""
+    logits = torch.tensor([[1.0, -INF, 2.0]])
+    grad = run(logits, [1], 1.0, 0.5, softcap=1e6, backend=backend)[2]
+    close(grad, run(logits, [1], 1.0, 0.5, backend=backend)[2], 1e-6)
+    assert float(grad[0, 1]) == 1.0
+
+
+@every_backend
 def test_target_at_minus_infinity(backend):
     logits = torch.tensor([[0.0, 1.0, -INF]])
     logprobs, entropy, grad = run(logits, [2], 1.0, 0.5, backend=backend)

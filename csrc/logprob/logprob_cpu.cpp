@@ -242,8 +242,9 @@ FASTPPO_INLINE void row_dlogits(const LogprobParams& p, const LogprobGrads& g, i
       }
       at_y /= temperature;
       if constexpr (CAP) {
-        const double tanh_y = std::tanh(double{to_float(row[y])} / p.softcap);
-        at_y *= 1 - tanh_y * tanh_y;
+        const double z = to_float(row[y]);
+        const double tanh_y = std::tanh(z / p.softcap);
+        if (z != -kInf) at_y *= 1 - tanh_y * tanh_y;  // -inf stays -inf: no cap, no slope of one
       }
       T rounded[LANES];
       store<LANES>(rounded, Floats{} + static_cast<float>(at_y));

@@ -160,7 +160,7 @@ def _softcapped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None
     if softcap is None:
         return x, None
     tanh = torch.tanh(x / softcap)
-    slope = 1 - tanh * tanh
+    slope = torch.where(x.isinf(), 1.0, 1 - tanh * tanh)  # -inf stays -inf: no cap, no slope of one
     return torch.where(x.isinf(), torch.where(x < 0, x, torch.nan), tanh.mul_(softcap)), slope
 
 
