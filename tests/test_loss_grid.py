@@ -282,14 +282,15 @@ def test_garbage_where_nothing_is_selected_reaches_nothing():
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("field", ["logprobs", "old_logprobs", "advantages", "ref_logprobs"])
-def test_nan_of_a_selected_token_is_nan_in_loss_and_gradient(field, loss_type):
+@pytest.mark.parametrize("function", [ppo_loss, ppo_reference], ids=["cpu", "reference"])
+def test_nan_of_a_selected_token_is_nan_in_loss_and_gradient(function, field, loss_type):
     """Never a gradient of 0: a trainer looks for what is not finite there, and would go on with the step."""
     if (field, loss_type) == ("old_logprobs", "reinforce"):
         pytest.skip("reinforce does not read old_logprobs")
     batch = inputs(lengths=[4, 3])
     batch["mask"][:] = True
     batch[field][1] = math.nan
-    loss, _, grad = ppo(batch, loss_type=loss_type, ref_logprobs="ref_logprobs", kl_coef=0.1)
+    loss, _, grad = ppo(batch, function, loss_type=loss_type, ref_logprobs="ref_logprobs", kl_coef=0.1)
     assert bool(loss.isnan())
     assert bool(grad[:4].isnan().any()) and bool(grad[4:].isfinite().all())
 

@@ -81,14 +81,14 @@ def ppo_sums(
     if loss_type in ("gspo", "gmpo"):
         log_ratio = sequences.mean(log_ratio)
     clamped = log_ratio.detach().abs() > LOG_RATIO_BOUND
-    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    ratio = bounded(log_ratio).exp()
 
     if loss_type in ("ppo", "gspo"):
         unclipped = -adv * ratio
         clipped = -adv * ratio.clamp(1 - clip_eps, 1 + high)
         clip_high = (clipped > unclipped) & (ratio > 1)
         clip_low = (clipped > unclipped) & (ratio <= 1)
-        pg = torch.where(unclipped >= clipped, unclipped, clipped)
+        pg = torch.where(clipped > unclipped, clipped, unclipped)  # a tie, and NaN, take the unclipped gradient
         if dual_clip is not None:
             bound = -adv * dual_clip
             dual_clipped = (adv < 0) & (bound < pg)
@@ -116,7 +116,7 @@ def ppo_sums(
     loss = pg
     kl = torch.zeros_like(adv)
     if ref_logprobs is not None:
-        x = (read(ref_logprobs).detach() - logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        x = bounded(read(ref_logprobs).detach() - logp)
         kl = kl_estimate(x, kl_type)
         if kl_grad == "reverse":
             # x^2/2 has the derivative -x, the score-function gradient of the reverse KL, whatever estimator is
@@ -162,7 +162,12 @@ def ppo_sums(
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kl_type: str = "k3") -> Tensor:
     dtype = accumulator(logprobs, ref_logprobs)
     x = ref_logprobs.detach().to(dtype) - logprobs.to(dtype)
-    return kl_estimate(x.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), kl_type)
+    return kl_estimate(bounded(x), kl_type)
+
+
+def bounded(x: Tensor) -> Tensor:
+    """Clamped to +-20. Not by clamp, whose gradient is 0 at NaN: a finite check of gradients would see nothing."""
+    return torch.where(x > LOG_RATIO_BOUND, LOG_RATIO_BOUND, torch.where(x < -LOG_RATIO_BOUND, -LOG_RATIO_BOUND, x))
 
 
 def kl_estimate(x: Tensor, kl_type: str) -> Tensor:
