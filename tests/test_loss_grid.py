@@ -346,6 +346,27 @@ def test_registered_ops_pass_opcheck(grads):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", [int, float])
+def test_counts_of_every_step_need_no_graph_of_their_own(kind):
+    torch._dynamo.reset()
+    b = inputs(lengths=[5, 3])
+    graphs = []
+
+    def backend(module, example):
+        graphs.append(module)
+        return module.forward
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def loss(x: Tensor, tokens: float) -> Tensor:
+        return ppo_loss(x, b["old_logprobs"], b["advantages"], mask=b["mask"], num_tokens=tokens, backend="cpu").loss
+
+    for i in range(20):
+        tokens = kind(100 + 3 * i)
+        right = ppo_loss(b["logprobs"], b["old_logprobs"], b["advantages"], mask=b["mask"], num_tokens=tokens)
+        torch.testing.assert_close(loss(b["logprobs"], tokens), right.loss)
+    assert len(graphs) <= 2
+
+
 @pytest.mark.parametrize("op", ["ppo", "value"])
 def test_compiles_whole_through_the_kernel(op):
     b = inputs(lengths=[5, 3])

@@ -188,6 +188,9 @@ def split_count(count: float | Tensor | None) -> tuple[float, Tensor | None]:
     """A count as a registered op takes it: a number (-1: of this call) and a tensor that overrides it."""
     if isinstance(count, Tensor):
         return -1.0, count
+    if count is not None and torch.compiler.is_compiling():
+        # A number would be a constant of the graph, and the counts of every step another one.
+        return -1.0, torch.full((), count, dtype=torch.float64)
     return (-1.0 if count is None else float(count)), None
 
 
