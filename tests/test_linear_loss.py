@@ -608,6 +608,16 @@ def test_float16_keeps_what_a_loss_scale_lifts(coefficient, logits_dtype):
         assert (a.double() - b).abs().max() <= 4e-3 * b.abs().max() + 6e-8
 
 
+def test_loss_fn_must_return_metrics_of_one_shape():
+    head = make_head(6, 9)
+    for metrics, error, message in (
+        (lambda n: None, TypeError, "loss_fn must return .* metrics a torch.Tensor, got NoneType"),
+        (lambda n: torch.zeros(n), ValueError, r"metrics of one shape for every chunk, \[4\], got \[2\]"),
+    ):
+        with pytest.raises(error, match=message):
+            linear_loss(*head[:2], head.targets, lambda lp, h, rows, m=metrics: (lp.sum(), m(len(lp))), chunk_tokens=4)
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_what_a_masked_position_holds_is_not_looked_at(backend):
     """A target of no token and a temperature of NaN, under a mask of 0."""

@@ -375,6 +375,15 @@ def _coefficients(
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn must return (loss, metrics) with a 0-dim loss, got {got}")
+    if not isinstance(metrics, Tensor):
+        raise TypeError(
+            f"loss_fn must return (loss, metrics) with metrics a torch.Tensor, got {type(metrics).__name__}"
+        )
+    if work.metrics and metrics.shape != work.metrics[0].shape:
+        raise ValueError(
+            f"loss_fn must return metrics of one shape for every chunk, {list(work.metrics[0].shape)}, "
+            f"got {list(metrics.shape)}"
+        )
     work.losses.append(loss.detach())
     work.metrics.append(metrics.detach())
     upstream, of_entropy = logprobs.new_zeros(logprobs.shape[0], 2), False
