@@ -14,3 +14,7 @@ LOGPROB = {"1024x49152": (1024, 49152)}
 
 # Tokens of a large rollout, flat: a million.
 LOSSES = {"1048576": 1 << 20}
+
+# Tokens of a head of 49152 ids over 576 hidden numbers (SmolLM2-135M): a default run's micro-batch, and two chunks.
+LINEAR = {"128": 128, "512": 512}
+LINEAR_HEAD = (49152, 576)
