@@ -134,7 +134,7 @@ FASTPPO_INLINE void walk_block(const PpoLossParams& p, SequenceTables& s, int64_
       const Flags clips = selected & (clipped > unclipped);
       counts[kClipHigh] += clips & (ratio > 1.0f);
       counts[kClipLow] += clips & (ratio <= 1.0f);
-      Flags taken = unclipped >= clipped;
+      Flags taken = ~(clipped > unclipped);  // also where the advantage is NaN: its gradient is to be seen
       pg = taken ? unclipped : clipped;
       if (p.dual_clip != 0.0f) {
         const Floats limit = -adv * p.dual_clip;
