@@ -10,6 +10,7 @@
 #include "gae/gae.h"
 #include "gae/whiten.h"
 #include "logprob/logprob.h"
+#include "loss_grad/loss_grad.h"
 #include "ppo_loss/ppo_loss.h"
 #include "value_loss/value_loss.h"
 
@@ -246,6 +247,20 @@ void value_loss(int64_t rows, int64_t cols, const py::object& values, const py::
   fastppo::value_loss_cpu(params, num_threads);
 }
 
+void loss_grad(uintptr_t kept, uintptr_t nll_kept, uintptr_t factor, uintptr_t nll_factor, uintptr_t grad, int dtype,
+               int64_t tokens, int num_threads) {
+  fastppo::LossGradParams params;
+  params.kept = pointer<const float>(kept);
+  params.nll_kept = pointer<const float>(nll_kept);
+  params.factor = *pointer<const float>(factor);
+  params.nll_factor = nll_factor == 0 ? 0.0f : *pointer<const float>(nll_factor);
+  params.grad = pointer<void>(grad);
+  params.dtype = static_cast<Dtype>(dtype);
+  params.tokens = tokens;
+  const py::gil_scoped_release no_gil;
+  fastppo::loss_grad_cpu(params, num_threads);
+}
+
 // Why this module's CUDA kernels cannot run on `device`; empty where they can.
 std::string cuda_problem(int device) {
 #ifdef FASTPPO_HAS_CUDA
@@ -290,4 +305,6 @@ PYBIND11_MODULE(_C, m) {
         py::arg("returns"), py::arg("mask"), py::arg("cu_seqlens"), py::arg("rows_are_sequences"),
         py::arg("aggregation"), py::arg("clip_eps"), py::arg("norm"), py::arg("num_tokens"), py::arg("num_seqs"),
         py::arg("grad"), py::arg("loss"), py::arg("scale"), py::arg("metrics"), py::arg("num_threads"));
+  m.def("loss_grad", &loss_grad, py::arg("kept"), py::arg("nll_kept"), py::arg("factor"), py::arg("nll_factor"),
+        py::arg("grad"), py::arg("dtype"), py::arg("tokens"), py::arg("num_threads"));
 }

@@ -150,3 +150,6 @@ def value_loss(
     metrics: int,
     num_threads: int,
 ) -> None: ...
+def loss_grad(
+    kept: int, nll_kept: int, factor: int, nll_factor: int, grad: int, dtype: int, tokens: int, num_threads: int
+) -> None: ...

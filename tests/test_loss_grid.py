@@ -226,6 +226,33 @@ def test_micro_batches_are_the_whole(lengths, loss_type, how, seed):
     assert_bitwise_equal("dlogprobs", torch.cat([p[2] for p in parts]), whole[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
+@pytest.mark.parametrize("tokens", [1, 15, 16384 + 3])
+def test_backwards_kernel_gives_torchs_bits(tokens, dtype):
+    """Large gradients are scaled by the kernel, small ones by torch: a token's must be the same in either."""
+    kept, nll_kept = torch.randn(2, tokens) * 10 ** torch.linspace(-9, 6, tokens)
+    factor, nll_factor = torch.tensor(0.37), torch.tensor(-1.7e-3)
+    code = [torch.float32, torch.float16, torch.bfloat16].index(dtype)
+    got = torch.ops.fastppo.loss_grad(kept, factor, nll_kept, nll_factor, code)
+    assert_bitwise_equal("with nll", got, (kept * factor + nll_kept * nll_factor).to(dtype))
+    got = torch.ops.fastppo.loss_grad(kept, factor, None, None, code)
+    assert_bitwise_equal("without", got, (kept * factor).to(dtype))
+
+
+def test_large_batches_are_their_parts():
+    """70000 tokens, whose backward is the kernel's, against parts of 7000, whose backward is torch's."""
+    batch = inputs(lengths=[7000] * 10)
+    options = dict(entropy="entropy", ent_coef=0.1, nll_mask="nll_mask", nll_coef=0.2)
+    counts = dict(num_tokens=50000, num_nll_tokens=17000)
+    whole = ppo(batch, **options, **counts)
+    parts = [
+        ppo({k: v[s : s + 7000] for k, v in batch.items()}, packed=False, **options, **counts)
+        for s in range(0, 70000, 7000)
+    ]
+    assert_bitwise_equal("dlogprobs", torch.cat([p[2] for p in parts]), whole[2])
+    assert_bitwise_equal("dentropy", torch.cat([p[3] for p in parts]), whole[3])
+
+
 # -- special values ---------------------------------------------------------------------------------------------------
 
 
@@ -365,6 +392,11 @@ def test_counts_of_every_step_need_no_graph_of_their_own(kind):
         right = ppo_loss(b["logprobs"], b["old_logprobs"], b["advantages"], mask=b["mask"], num_tokens=tokens)
         torch.testing.assert_close(loss(b["logprobs"], tokens), right.loss)
     assert len(graphs) <= 2
+
+
+def test_registered_backward_passes_opcheck():
+    kept = torch.randn(2, 5)
+    torch.library.opcheck(torch.ops.fastppo.loss_grad, (kept, torch.tensor(2.0), kept, torch.tensor(3.0), 2))
 
 
 @pytest.mark.parametrize("op", ["ppo", "value"])

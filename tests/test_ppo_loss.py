@@ -862,3 +862,13 @@ def test_a_log_prob_of_minus_infinity_with_advantage_0(backend):
     (grad,) = torch.autograd.grad(out.loss, leaf)
     assert out.loss.item() == -0.5 and grad.tolist() == [0.0, -0.5]
     assert math.isnan(ppo_loss(leaf, old, adv, loss_type="reinforce", backend=backend).loss.item())
+
+
+@both_backends
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_an_advantage_of_nan_is_seen_in_the_gradient(backend, loss_type):
+    """A step is left out by its gradients: none may be silently 0."""
+    leaf = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    out = ppo_loss(leaf, leaf.detach(), torch.tensor([[NAN, 1.0]]), loss_type=loss_type, backend=backend)
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    assert math.isnan(out.loss.item()) and math.isnan(grad[0, 0].item())

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastppo import _build
 from fastppo.checks import check_choice, check_like, check_number, check_tensor
 from fastppo.dtypes import CODES
 from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
@@ -166,17 +167,76 @@ class _KeptGradients(torch.autograd.Function):
             return None, None, None, None
         scale, nll_scale, kept, entropy_kept, nll_kept = ctx.saved_tensors
         factor = upstream * scale
-        grad = None if kept is None else kept * factor
-        if nll_kept is not None:
-            nll = nll_kept * (upstream * nll_scale)
-            grad = nll if grad is None else grad + nll
-        grad_entropy = None if entropy_kept is None else entropy_kept * factor
+        nll_factor = None if nll_kept is None else upstream * nll_scale
         return (
-            None if grad is None else grad.to(ctx.dtypes[0]),
-            None if grad_entropy is None else grad_entropy.to(ctx.dtypes[1]),
+            _scaled(kept, factor, nll_kept, nll_factor, ctx.dtypes[0]),
+            _scaled(entropy_kept, factor, None, None, ctx.dtypes[1]),
             None,
             None,
         )
+
+
+# Below this the kernel's call costs more than torch's passes.
+_KERNEL_TOKENS = 32768
+
+
+def _scaled(
+    kept: Tensor | None,
+    factor: Tensor,
+    nll_kept: Tensor | None,
+    nll_factor: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """kept * factor + nll_kept * nll_factor in `dtype`; the same bits from the kernel and from torch."""
+    if kept is None:
+        return None if nll_kept is None or nll_factor is None else (nll_kept * nll_factor).to(dtype)
+    if (
+        kept.device.type == "cpu"
+        and kept.dtype == torch.float32
+        and dtype in CODES
+        and not torch.compiler.is_compiling()
+        and kept.numel() >= _KERNEL_TOKENS
+        and _build.load()[0] is not None
+    ):
+        scaled: Tensor = torch.ops.fastppo.loss_grad(kept, factor, nll_kept, nll_factor, CODES[dtype])
+        return scaled
+    grad = kept * factor
+    if nll_kept is not None and nll_factor is not None:
+        grad = grad + nll_kept * nll_factor
+    return grad.to(dtype)
+
+
+def _loss_grad_cpu(
+    kept: Tensor, factor: Tensor, nll_kept: Tensor | None, nll_factor: Tensor | None, dtype: int
+) -> Tensor:
+    """csrc/loss_grad/loss_grad.h."""
+    kept, factor = kept.contiguous(), factor.contiguous()
+    if nll_kept is not None:
+        nll_kept = nll_kept.contiguous()
+    grad = torch.empty(kept.shape, dtype=list(CODES)[dtype])
+    _build.module().loss_grad(
+        kept.data_ptr(),
+        0 if nll_kept is None else nll_kept.data_ptr(),
+        factor.data_ptr(),
+        0 if nll_factor is None else nll_factor.data_ptr(),
+        grad.data_ptr(),
+        dtype,
+        kept.numel(),
+        torch.get_num_threads(),
+    )
+    return grad
+
+
+_LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
+_LIBRARY.define("loss_grad(Tensor kept, Tensor factor, Tensor? nll_kept, Tensor? nll_factor, int dtype) -> Tensor")
+_LIBRARY.impl("loss_grad", _loss_grad_cpu, "CPU")
+# It is a backward, and has none.
+_LIBRARY.impl("loss_grad", torch.library.fallthrough_kernel, "Autograd")
+
+
+@torch.library.register_fake("fastppo::loss_grad", lib=_LIBRARY)
+def _(kept: Tensor, factor: Tensor, nll_kept: Tensor | None, nll_factor: Tensor | None, dtype: int) -> Tensor:
+    return torch.empty(kept.shape, dtype=list(CODES)[dtype], device=kept.device)
 
 
 # --- What a kernel is handed; csrc/common/token_blocks.h --------------------------------------------------------------
