@@ -1,5 +1,7 @@
 """Which backend an op takes: the one place where backend="auto" decides, by op, device and dtype, never by values."""
 
+import importlib.util
+import os
 from functools import cache
 
 import torch
@@ -59,9 +61,24 @@ _problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _cached_problem(kernel: str, device_type: str, index: int | None) -> str:
+    if kernel == "triton":
+        return _triton_problem(device_type, index)
     module, reason = _build.load()
     if module is None:
         return f"the compiled module fastppo._C does not load ({reason})"
     if kernel == "cuda":
         return str(module.cuda_problem(index or 0))
     return ""
+
+
+def _triton_problem(device_type: str, index: int | None) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device_type == "cpu":
+        # Triton itself reads the variable once, when it defines a kernel.
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return "" if interpreted else "Triton takes CPU tensors only under TRITON_INTERPRET=1"
+    capability = torch.cuda.get_device_capability(index)
+    return (
+        "" if capability >= (8, 0) else f"Triton's kernels need sm_80 or newer, not sm_{''.join(map(str, capability))}"
+    )
