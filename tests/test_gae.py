@@ -246,13 +246,15 @@ def test_layouts(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_expanded_inputs(backend: str) -> None:
-    case = Case((6, 9), ("mask", "terminated"))
-    case.full["rewards"] = case.full["rewards"][:, :1]
-    case.full["mask"] = case.full["mask"][:1]
-    wide = case.arguments(lambda x: x.expand(6, 9), device_of(backend))
-    assert 0 in wide["rewards"].stride() and 0 in wide["mask"].stride()
-    case.full = {name: x.expand(6, 9).contiguous() for name, x in case.full.items()}
+@pytest.mark.parametrize("steps", [9, 48])
+@pytest.mark.parametrize("which", ["rewards", "values", "mask", "terminated"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_expanded_inputs(dim: int, which: str, steps: int, backend: str) -> None:
+    case = Case((6, steps), ("mask", "terminated") if which == "terminated" else ("mask",))
+    case.full[which] = case.full[which].narrow(dim, 0, 1)
+    wide = case.arguments(lambda x: x.expand(6, steps), device_of(backend))
+    assert wide[which].stride(dim) == 0
+    case.full = {name: x.expand(6, steps).contiguous() for name, x in case.full.items()}
     close(gae(**wide, backend=backend), case.expected())
 
 
@@ -595,9 +597,9 @@ def test_masking_is_cutting_out(lengths: list[int], gamma: float, lam: float, se
     same_bits(GAEOutput(masked.advantages[mask], masked.returns[mask]), cut)
 
 
-@pytest.mark.parametrize("steps", [70_000, 70_003], ids=["aligned-rows", "unaligned-rows"])
+@pytest.mark.parametrize("steps", [530_000, 530_003], ids=["aligned-rows", "unaligned-rows"])
 def test_outputs_past_the_caches_are_those_of_each_row_alone(steps: int) -> None:
-    """4 x 70000 positions: outputs of more than 2 MiB are stored another way."""
+    """4 x 530000 positions: outputs of a batch of more than 32 MiB are stored another way."""
     case = Case((4, steps), OPTIONS["mask"])
     whole = gae(**case.arguments(), backend="cpu")
     for b in range(4):
@@ -686,7 +688,7 @@ from fastppo import _C
 from fastppo.ops.gae import gae
 assert _C.cpu_isa() == sys.argv[1], _C.cpu_isa()
 g = torch.Generator().manual_seed(0)
-for shape in ((3, 70), (40, 130)):
+for shape in ((3, 70), (5, 48), (40, 130)):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         r, v = (torch.randn(shape, generator=g).to(dtype) for _ in range(2))
         m, e = (torch.rand(shape, generator=g) < p for p in (0.8, 0.1))
@@ -717,7 +719,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         ).stdout
         for isa in isas()
     }
-    assert printed["baseline"].count("\n") == 24
+    assert printed["baseline"].count("\n") == 36
     assert set(printed.values()) == {printed["baseline"]}
 
 

@@ -187,7 +187,6 @@ def _check_lam(name: str, value: float | Tensor, rewards: Tensor, num_seqs: int)
     check_device(name, value, "rewards", rewards)
 
 
-@torch.no_grad()
 def _gae(
     rewards: Tensor,
     values: Tensor,
@@ -217,26 +216,30 @@ def _gae(
     dtype = accumulator(rewards, values, bootstrap_values)
     chosen, _ = resolve("gae", backend, rewards.device, dtype)
     if chosen == "torch":
-        return definition(
-            rewards,
-            values,
-            gamma=gamma,
-            lam=lam if lam_per_seq is None else lam_per_seq,
-            lam_returns=lam_returns if lam_returns_per_seq is None else lam_returns_per_seq,
-            mask=mask,
-            terminated=terminated,
-            truncated=truncated,
-            bootstrap_values=bootstrap_values,
-            cu_seqlens=cu_seqlens,
-            time_dim=time_dim,
-        )
+        with torch.no_grad():
+            return definition(
+                rewards,
+                values,
+                gamma=gamma,
+                lam=lam if lam_per_seq is None else lam_per_seq,
+                lam_returns=lam_returns if lam_returns_per_seq is None else lam_returns_per_seq,
+                mask=mask,
+                terminated=terminated,
+                truncated=truncated,
+                bootstrap_values=bootstrap_values,
+                cu_seqlens=cu_seqlens,
+                time_dim=time_dim,
+            )
 
     advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
     returns = torch.empty_like(advantages)
     num_seqs = _num_seqs(rewards, cu_seqlens, time_dim)
 
+    row_dim = _row_dim(time_dim)
+
     def strides(x: Tensor) -> tuple[int, int]:  # of rows and of time
-        return (0, x.stride(0)) if x.dim() == 1 else (x.stride(_row_dim(time_dim)), x.stride(time_dim))
+        both = x.stride()
+        return (0, both[0]) if len(both) == 1 else (both[row_dim], both[time_dim])
 
     def floats(x: Tensor) -> tuple[int, int, int, int]:
         return (x.data_ptr(), *strides(x), CODES[x.dtype])
