@@ -119,16 +119,19 @@ class _Logprob(torch.autograd.Function):
         vocab: VocabShard | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        local = torch.ops.fastppo.logprob_stats(logits, targets, temperature, *options)
-        logprobs, entropy, kept = torch.ops.fastppo.logprob_combine(
-            gather_stats(local, vocab),
-            targets,
-            temperature,
-            options.temperature,
-            options.ignore_index,
-            options.with_entropy,
-            options.backend,
-        )
+        if vocab is None or vocab.ranks == 1:
+            logprobs, entropy, kept = torch.ops.fastppo.logprob_forward(logits, targets, temperature, *options)
+        else:
+            local = torch.ops.fastppo.logprob_stats(logits, targets, temperature, *options)
+            logprobs, entropy, kept = torch.ops.fastppo.logprob_combine(
+                gather_stats(local, vocab),
+                targets,
+                temperature,
+                options.temperature,
+                options.ignore_index,
+                options.with_entropy,
+                options.backend,
+            )
         shape = logits.shape[:-1]
         return logprobs.view(shape), entropy.view(shape) if options.with_entropy else entropy, kept
 
