@@ -131,7 +131,14 @@ def _unpacked(loaded, dtype: tl.constexpr, GROUPS: tl.constexpr, VEC: tl.constex
 
 
 @triton.jit
-def _add_tile(x, m, at_m, others, shifted, to_log2, floor, ENTROPY: tl.constexpr):
+def _add(total, error, x):
+    """total + x; what its rounding took goes into `error`: hundreds of equal summands would all be rounded alike."""
+    rounded = total + x
+    return rounded, error + (x - (rounded - total))
+
+
+@triton.jit
+def _add_tile(x, m, at_m, others, others_error, shifted, shifted_error, to_log2, floor, ENTROPY: tl.constexpr):
     """Adds a tile to the sums for the largest x so far, m: of e = 2^((x - m) * to_log2) at m and elsewhere, apart, as
     in csrc/logprob, and of e * (x - m). Most tiles stay below m."""
     top = tl.max(tl.max(x, 1), 0)  # a NaN in x is not seen here; its e is NaN
@@ -140,23 +147,26 @@ def _add_tile(x, m, at_m, others, shifted, to_log2, floor, ENTROPY: tl.constexpr
         raised = top > m
         moved = tl.where(raised, m - reference, 0.0)
         scale = tl.exp2(moved * to_log2)
-        before = at_m + others
+        before = at_m + (others + others_error)
         if ENTROPY:
-            shifted = scale * (shifted + tl.maximum(moved, floor) * before)
+            shifted = scale * (shifted + shifted_error + tl.maximum(moved, floor) * before)
+            shifted_error = tl.zeros_like(shifted_error)
         others = tl.where(raised, scale * before, others)
+        others_error = tl.where(raised, 0.0, others_error)
         at_m = tl.where(raised, 0.0, at_m)
         m = top
         d = x - reference
         e = tl.exp2(d * to_log2)
         at_m += tl.sum(tl.where(x == top, e, 0.0), 1)
-        others += tl.sum(tl.where(x == top, 0.0, e), 1)
+        e_others = tl.sum(tl.where(x == top, 0.0, e), 1)
     else:
         d = x - m
         e = tl.exp2(d * to_log2)
-        others += tl.sum(e, 1)
+        e_others = tl.sum(e, 1)
+    others, others_error = _add(others, others_error, e_others)
     if ENTROPY:
-        shifted += tl.sum(e * tl.maximum(d, floor), 1)
-    return m, at_m, others, shifted
+        shifted, shifted_error = _add(shifted, shifted_error, tl.sum(e * tl.maximum(d, floor), 1))
+    return m, at_m, others, others_error, shifted, shifted_error
 
 
 @triton.jit
@@ -216,7 +226,9 @@ def _stats_kernel(
     m = tl.full([], -INF, tl.float32)
     at_m = tl.zeros([GROUPS], tl.float32)
     others = tl.zeros([GROUPS], tl.float32)
+    others_error = tl.zeros([GROUPS], tl.float32)
     shifted = tl.zeros([GROUPS], tl.float32)
+    shifted_error = tl.zeros([GROUPS], tl.float32)
     edges = columns - groups * VEC
     if (part == 0) & (edges > 0):
         index = tl.arange(0, GROUPS)[:, None]
@@ -224,17 +236,21 @@ def _stats_kernel(
         x = x.to(tl.float32)
         if softcap is not None:
             x = _softcapped(x, softcap)
-        m, at_m, others, shifted = _add_tile(x, m, at_m, others, shifted, to_log2, floor, ENTROPY)
+        m, at_m, others, others_error, shifted, shifted_error = _add_tile(
+            x, m, at_m, others, others_error, shifted, shifted_error, to_log2, floor, ENTROPY
+        )
     while first < last:
         x = _unpacked(ahead, dtype, GROUPS, VEC)
         first += GROUPS
         ahead = _load(body, first, last, dtype, GROUPS, VEC)
         if softcap is not None:
             x = _softcapped(x, softcap)
-        m, at_m, others, shifted = _add_tile(x, m, at_m, others, shifted, to_log2, floor, ENTROPY)
+        m, at_m, others, others_error, shifted, shifted_error = _add_tile(
+            x, m, at_m, others, others_error, shifted, shifted_error, to_log2, floor, ENTROPY
+        )
 
-    excess = (tl.sum(at_m, 0) - 1.0) + tl.sum(others, 0)
-    t = tl.sum(shifted, 0) / row_temperature
+    excess = (tl.sum(at_m, 0) - 1.0) + tl.sum(others + others_error, 0)
+    t = tl.sum(shifted + shifted_error, 0) / row_temperature
     if softcap is not None:
         zy = _softcapped(zy, softcap)
     if stats is not None:
