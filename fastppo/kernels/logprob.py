@@ -16,6 +16,9 @@ Triton's interpreter cannot take a bound from a tensor under numpy 2.4 and later
 Legend: N rows, V columns of this rank, of which `used` are real ids, P parts of a row, R ranks.
 """
 
+# What a kernel's parameters are depends on the call.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 import inspect
 from collections.abc import Callable
 from functools import cache
@@ -428,8 +431,8 @@ def stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, opt: "Row
     out = torch.empty(targets.numel(), 4, dtype=torch.float32, device=logits.device)
 
     def call(block: Tensor, first: int, count: int) -> None:
-        per_row = (_part(x, first, count) for x in (targets, temperature))
-        _reduce(block, *per_row, opt, Outputs(stats=_part(out, first, count)))
+        per_row = _rows(targets, first, count), _rows(temperature, first, count)
+        _reduce(block, *per_row, opt, Outputs(stats=_rows(out, first, count)))
 
     for_blocks(call, unit_columns(logits))
     return out
@@ -442,9 +445,8 @@ def forward(
     result = _empty_results(targets.numel(), opt.with_entropy, logits.device)
 
     def call(block: Tensor, first: int, count: int) -> None:
-        per_row = (_part(x, first, count) for x in (targets, temperature))
-        logprobs, entropy, kept = (_part(x, first, count) for x in result)
-        _reduce(block, *per_row, opt, Outputs(logprobs=logprobs, entropy=entropy, kept=kept))
+        per_row = _rows(targets, first, count), _rows(temperature, first, count)
+        _reduce(block, *per_row, opt, Outputs(None, *(_rows(x, first, count) for x in result)))
 
     for_blocks(call, unit_columns(logits))
     return result
@@ -473,8 +475,9 @@ def write_dlogits(
     kept = kept.contiguous()
 
     def call(out: Tensor, logits: Tensor, first: int, count: int) -> None:
-        per_row = (_part(x, first, count) for x in (targets, temperature, kept, grad_logprobs, grad_entropy))
-        _write_block(out, logits, *per_row, opt)
+        per_row = _rows(targets, first, count), _rows(temperature, first, count), _rows(kept, first, count)
+        upstream = _rows(grad_logprobs, first, count), _rows(grad_entropy, first, count)
+        _write_block(out, logits, *per_row, *upstream, opt)
 
     for_blocks(call, out, logits)
 
@@ -570,7 +573,8 @@ def _empty_results(count: int, with_entropy: bool, device: torch.device) -> tupl
     return logprobs, entropy, kept
 
 
-def _part(x: Tensor | None, first: int, count: int) -> Tensor | None:
+def _rows(x: Any, first: int, count: int) -> Any:
+    """Rows of [N, ...]; a slice costs the host a microsecond, and nearly always they are all."""
     return x if x is None or x.shape[0] == count else x[first : first + count]
 
 

@@ -9,7 +9,6 @@
 functions.
 """
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +66,8 @@ def _logprob_stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, 
     if chosen == "torch":
         return rows.stats(logits, targets, temperature, *options[:-1])
     if chosen == "triton":
-        return _triton().stats(logits, targets, temperature, opt)
+        stats: Tensor = _triton().stats(logits, targets, temperature, opt)
+        return stats
     result = torch.empty(targets.numel(), 4, dtype=torch.float32, device=logits.device)
     logits = unit_columns(logits)
     targets, temperature = targets.contiguous(), _float32(temperature)
@@ -104,7 +104,8 @@ def _logprob_combine(
         return logprobs, entropy, kept
     if chosen == "triton":
         opt = RowOptions(scalar_temperature, None, ignore_index, with_entropy, 0, 0, backend)
-        return _triton().combine(gathered, targets, temperature, opt)
+        results: tuple[Tensor, Tensor, Tensor] = _triton().combine(gathered, targets, temperature, opt)
+        return results
     gathered, targets, temperature = gathered.contiguous(), targets.contiguous(), _float32(temperature)
     logprobs = torch.empty(count, dtype=torch.float32)
     entropy = torch.empty(count if with_entropy else 0, dtype=torch.float32)
@@ -130,7 +131,8 @@ def _logprob_forward(
     opt = RowOptions(*options)
     chosen, _ = resolve("logprob", opt.backend, logits.device, logits.dtype)
     if chosen == "triton":
-        return _triton().forward(logits, targets, temperature, opt)
+        results: tuple[Tensor, Tensor, Tensor] = _triton().forward(logits, targets, temperature, opt)
+        return results
     gathered = _logprob_stats(logits, targets, temperature, *options).unsqueeze(0)
     return _logprob_combine(
         gathered, targets, temperature, opt.temperature, opt.ignore_index, opt.with_entropy, opt.backend
@@ -208,7 +210,7 @@ def _write_dlogits_cpu(
     for_blocks(call, out, logits)
 
 
-def _triton() -> ModuleType:
+def _triton() -> Any:
     from fastppo.kernels import logprob
 
     return logprob
