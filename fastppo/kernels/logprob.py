@@ -19,9 +19,7 @@ Legend: N rows, V columns of this rank, of which `used` are real ids, P parts of
 # What a kernel's parameters are depends on the call.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-import inspect
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastppo.kernels import tiles
+from fastppo.kernels.launch import Launcher, jit
 from fastppo.ops._row_blocks import for_blocks, rows_of, unit_columns
 
 if TYPE_CHECKING:
@@ -43,13 +42,6 @@ FLOOR = tl.constexpr(-1000.0)
 NOT_HERE = tl.constexpr(float("inf"))
 
 
-def _kernel(function: Callable[..., None]) -> Any:
-    """One binary for all values and alignments of the arguments: a vocabulary or a view must not cost a compilation."""
-    parameters = inspect.signature(function).parameters.values()
-    plain = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
-    return triton.jit(function, do_not_specialize=plain)
-
-
 @triton.jit
 def _tanh(x):
     """As tanh of csrc/common/vector_math.h: near 0 an odd polynomial, elsewhere 1 - 2 / (exp(2x) + 1)."""
@@ -61,7 +53,8 @@ def _tanh(x):
     p = p * square + 0.133333161
     p = p * square - 0.333333343
     near = x + x * square * p
-    far = 1.0 - 2.0 / (tl.exp2(tl.minimum(size, 10.0) * (2.0 * LOG2_E)) + 1.0)
+    bounded = tl.where(size > 10.0, 10.0, size)  # 1 - tanh(10) is 4e-9: rounds to 1; NaN stays
+    far = 1.0 - 2.0 / (tl.exp2(bounded * (2.0 * LOG2_E)) + 1.0)
     return tl.where(size < 0.625, near, tl.where(x < 0.0, -far, far))
 
 
@@ -191,14 +184,14 @@ def _finish(
     tl.store(kept + 3, tl.where(used, d_y, 0.0), mask=inside)
 
 
-@_kernel
+@partial(jit, unaligned=True)
 def _stats_kernel(
     logits, targets, temperature, stats, logprobs, entropy, kept,
     num_rows: tl.int32, inner: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     targets_stride: tl.int64, temperature_stride: tl.int64,
-    scalar_temperature: tl.float32, softcap, ignore_index: tl.int64, start: tl.int64,
+    scalar_temperature: tl.float32, softcap: tl.float32, ignore_index: tl.int64, start: tl.int64,
     used: tl.int32, parts: tl.int32, span: tl.int32,
-    ENTROPY: tl.constexpr, GROUPS: tl.constexpr,
+    CAP: tl.constexpr, ENTROPY: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Program: `span` groups of a row. Writes stats [P, N, 4], or where there is no such tensor the outputs of a whole
     row."""
@@ -237,7 +230,7 @@ def _stats_kernel(
         index = tl.arange(0, GROUPS)[:, None]
         x = tl.load(base + _edge_columns(index, lead, lead + groups * VEC), mask=index < edges, other=-INF)
         x = x.to(tl.float32)
-        if softcap is not None:
+        if CAP:
             x = _softcapped(x, softcap)
         m, at_m, others, others_error, shifted, shifted_error = _add_tile(
             x, m, at_m, others, others_error, shifted, shifted_error, to_log2, floor, ENTROPY
@@ -246,7 +239,7 @@ def _stats_kernel(
         x = _unpacked(ahead, dtype, GROUPS, VEC)
         first += GROUPS
         ahead = _load(body, first, last, dtype, GROUPS, VEC)
-        if softcap is not None:
+        if CAP:
             x = _softcapped(x, softcap)
         m, at_m, others, others_error, shifted, shifted_error = _add_tile(
             x, m, at_m, others, others_error, shifted, shifted_error, to_log2, floor, ENTROPY
@@ -254,7 +247,7 @@ def _stats_kernel(
 
     excess = (tl.sum(at_m, 0) - 1.0) + tl.sum(others + others_error, 0)
     t = tl.sum(shifted + shifted_error, 0) / row_temperature
-    if softcap is not None:
+    if CAP:
         zy = _softcapped(zy, softcap)
     if stats is not None:
         stats += (part.to(tl.int64) * num_rows + row) * 4
@@ -269,46 +262,52 @@ def _stats_kernel(
         )  # fmt: skip
 
 
-@_kernel
+@partial(jit, unaligned=True)
 def _combine_kernel(
     gathered, targets, temperature, stats, logprobs, entropy, kept,
     num_rows: tl.int32, num_parts: tl.int32, part_stride: tl.int64,
     targets_stride: tl.int64, temperature_stride: tl.int64,
     scalar_temperature: tl.float32, ignore_index: tl.int64,
-    ENTROPY: tl.constexpr, ROWS: tl.constexpr,
+    ENTROPY: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program: ROWS rows. Statistics of parts or ranks, [P, N, 4], in their order -> those of all their columns, or
-    where there is no such tensor the outputs. In float64."""
+    """Program: ROWS rows. Statistics of parts or ranks, [P, N, 4], PARTS at a time -> those of all their columns, or
+    where there is no such tensor the outputs. In float64, and in an order that is everywhere the same."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     used = tl.load(targets + rows * targets_stride, mask=inside, other=0) != ignore_index
     row_temperature = tl.full([ROWS], 1.0, tl.float32) * scalar_temperature
     if temperature is not None:
         row_temperature = tl.load(temperature + rows * temperature_stride, mask=inside, other=1.0).to(tl.float32)
-    own = gathered + rows.to(tl.int64) * 4
+    part = tl.arange(0, PARTS)[None, :]
+    own = gathered + rows.to(tl.int64)[:, None] * 4 + part * part_stride
     m = tl.full([ROWS], -INF, tl.float32)
-    part = 0
-    while part < num_parts:
-        m = tl.maximum(m, tl.load(own + part * part_stride, mask=inside, other=-INF))
-        part += 1
+    first = 0
+    while first < num_parts:
+        there = inside[:, None] & (first + part < num_parts)
+        m = tl.maximum(m, tl.max(tl.load(own + first * part_stride, mask=there, other=-INF), 1))
+        first += PARTS
     reference = tl.where(m == -INF, 0.0, m).to(tl.float64)
     s = tl.zeros([ROWS], tl.float64)
     t = tl.zeros([ROWS], tl.float64)
-    zy = tl.full([ROWS], NOT_HERE, tl.float32)
-    part = 0
-    while part < num_parts:
-        at = own + part * part_stride
-        m_part = tl.load(at, mask=inside, other=-INF).to(tl.float64)
-        s_part = 1.0 + tl.load(at + 1, mask=inside, other=-1.0).to(tl.float64)
-        t_part = tl.load(at + 2, mask=inside, other=0.0).to(tl.float64)
-        zy_part = tl.load(at + 3, mask=inside, other=NOT_HERE)
-        d = (m_part - reference) / row_temperature
+    zy = tl.zeros([ROWS], tl.float32)
+    holders = tl.zeros([ROWS], tl.int32)
+    first = 0
+    while first < num_parts:
+        there = inside[:, None] & (first + part < num_parts)
+        at = own + first * part_stride
+        m_part = tl.load(at, mask=there, other=-INF).to(tl.float64)
+        s_part = 1.0 + tl.load(at + 1, mask=there, other=-1.0).to(tl.float64)
+        t_part = tl.load(at + 2, mask=there, other=0.0).to(tl.float64)
+        zy_part = tl.load(at + 3, mask=there, other=NOT_HERE)
+        d = (m_part - reference[:, None]) / row_temperature[:, None]
         d = tl.where(d < FLOOR, FLOOR, d)
         scale = tl.exp(d)
-        s += scale * s_part
-        t += scale * (t_part + d * s_part)
-        zy = tl.where(zy_part == NOT_HERE, zy, zy_part)
-        part += 1
+        s += tl.sum(scale * s_part, 1)
+        t += tl.sum(scale * (t_part + d * s_part), 1)
+        zy += tl.sum(tl.where(zy_part == NOT_HERE, 0.0, zy_part), 1)  # one of them at most is not 0
+        holders += tl.sum((zy_part != NOT_HERE).to(tl.int32), 1)
+        first += PARTS
+    zy = tl.where(holders > 0, zy, NOT_HERE)
     if stats is not None:
         stats += rows.to(tl.int64) * 4
         tl.store(stats, m, mask=inside)
@@ -323,28 +322,28 @@ def _combine_kernel(
 
 
 @triton.jit
-def _gradient(x, column, y, at_y, m, a, b, to_log2, floor, softcap, ENTROPY: tl.constexpr):
-    if softcap is not None:
+def _gradient(x, column, y, at_y, m, a, b, to_log2, floor, softcap, CAP: tl.constexpr, ENTROPY: tl.constexpr):
+    if CAP:
         x = _softcapped(x, softcap)
     d = x - m
     e = tl.exp2(d * to_log2)
     gradient = e * (tl.maximum(d, floor) * b + a) if ENTROPY else e * a
     gradient = tl.where(column == y, at_y, gradient)
-    if softcap is not None:
+    if CAP:
         tanh = x / softcap
         gradient = tl.where(x == -INF, gradient, gradient * (1.0 - tanh * tanh))  # -inf stays: no cap, a slope of 1
     return gradient
 
 
-@_kernel
+@partial(jit, unaligned=True)
 def _dlogits_kernel(
     logits, dlogits, targets, temperature, kept, grad_logprobs, grad_entropy,
     inner: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     out_outer_stride: tl.int64, out_inner_stride: tl.int64,
     targets_stride: tl.int64, temperature_stride: tl.int64, logprobs_stride: tl.int64, entropy_stride: tl.int64,
-    scalar_temperature: tl.float32, softcap, ignore_index: tl.int64, start: tl.int64,
+    scalar_temperature: tl.float32, softcap: tl.float32, ignore_index: tl.int64, start: tl.int64,
     used: tl.int32, width: tl.int32, parts: tl.int32,
-    TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr,
+    CAP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Program: TILES tiles of a row of the gradient; the first program, of the last rows, as the last logits that
     forward read may still be in the cache. ALIGNED: logits and gradient lie alike within 16 bytes."""
@@ -418,17 +417,17 @@ def _dlogits_kernel(
             wanted = tile * (TILE // VEC) + lane // VEC < count
             x = tl.load(read + tile * TILE + lane, mask=wanted, other=0.0).to(tl.float32)
             column = first + tile * TILE + lane
-            gradient = _gradient(x, column, y, at_y, m, a, b, to_log2, floor, softcap, ENTROPY)
+            gradient = _gradient(x, column, y, at_y, m, a, b, to_log2, floor, softcap, CAP, ENTROPY)
             tl.store(write + tile * TILE + lane, gradient.to(dtype), mask=wanted, cache_modifier=".cs")
         if edges > 0:
             x = tl.load(base + edge_columns, mask=edge < edges, other=0.0).to(tl.float32)
-            gradient = _gradient(x, edge_columns, y, at_y, m, a, b, to_log2, floor, softcap, ENTROPY)
+            gradient = _gradient(x, edge_columns, y, at_y, m, a, b, to_log2, floor, softcap, CAP, ENTROPY)
             tl.store(out + edge_columns, gradient.to(dtype), mask=edge < edges)
 
 
 def stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, opt: "RowOptions") -> Tensor:
     """[N, 4] float32, (m, s - 1, t, zy) of these columns. An ignored row holds (-inf, -1, 0, NOT_HERE) or anything."""
-    out = torch.empty(targets.numel(), 4, dtype=torch.float32, device=logits.device)
+    out = torch.empty((targets.shape[0], 4), dtype=torch.float32, device=logits.device)
 
     def call(block: Tensor, first: int, count: int) -> None:
         per_row = _rows(targets, first, count), _rows(temperature, first, count)
@@ -442,7 +441,7 @@ def forward(
     logits: Tensor, targets: Tensor, temperature: Tensor | None, opt: "RowOptions"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """logprobs [N], entropy [N] or empty, kept [N, 4] = (m, s - 1, t/s, d_y): of rows whose columns are all here."""
-    result = _empty_results(targets.numel(), opt.with_entropy, logits.device)
+    result = _empty_results(targets.shape[0], opt.with_entropy, logits.device)
 
     def call(block: Tensor, first: int, count: int) -> None:
         per_row = _rows(targets, first, count), _rows(temperature, first, count)
@@ -456,7 +455,7 @@ def combine(
     gathered: Tensor, targets: Tensor, temperature: Tensor | None, opt: "RowOptions"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same from the statistics of all ranks, [R, N, 4]."""
-    logprobs, entropy, kept = result = _empty_results(targets.numel(), opt.with_entropy, gathered.device)
+    logprobs, entropy, kept = result = _empty_results(targets.shape[0], opt.with_entropy, gathered.device)
     _combine(gathered.contiguous(), targets, temperature, opt, Outputs(logprobs=logprobs, entropy=entropy, kept=kept))
     return result
 
@@ -492,41 +491,48 @@ class Outputs(NamedTuple):
 
 
 def _reduce(block: Tensor, targets: Tensor, temperature: Tensor | None, opt: "RowOptions", out: Outputs) -> None:
-    """A block of rows; in parts of rows, combined afterwards, where they are too few to occupy the device."""
-    count, config = targets.numel(), tiles.LOGPROB
-    groups = triton.cdiv(opt.used * block.element_size(), 16)
-    wanted = max(1, config.programs * _multiprocessors(block.device) // count)
-    span = max(1, triton.cdiv(triton.cdiv(groups, wanted), config.groups)) * config.groups
-    parts = max(1, triton.cdiv(groups, span))
+    """A block of rows, in parts of rows that are combined afterwards. Parts are small enough that the last ones to end
+    leave little of the device idle, and enough to occupy all of it."""
+    count, config = targets.shape[0], tiles.LOGPROB
+    tile = config.groups
+    groups = -(-opt.used * block.element_size() // 16)
+    wanted = max(groups // config.part_groups, config.programs * _multiprocessors(block.device) // count, 1)
+    span = max(-(-groups // wanted), config.least_groups)
+    span = -(-span // tile) * tile
+    parts = max(1, -(-groups // span))
     direct = out
     if parts > 1:
-        direct = Outputs(stats=torch.empty(parts, count, 4, dtype=torch.float32, device=block.device))
-    _launch(
-        _stats_kernel,
+        direct = Outputs(stats=torch.empty((parts, count, 4), dtype=torch.float32, device=block.device))
+    capped = opt.softcap is not None
+    _STATS(
         count * parts,
-        block.device,
-        block, targets, temperature, *direct,
-        count, *rows_of(block), targets.stride(0), _stride(temperature),
-        opt.temperature, opt.softcap, opt.ignore_index, opt.start, opt.used, parts, span,
-        ENTROPY=opt.with_entropy, GROUPS=config.groups, num_warps=config.warps, maxnreg=config.registers,
+        (block, targets, temperature, *direct),
+        (
+            count, *rows_of(block), targets.stride(0), _stride(temperature),
+            opt.temperature, opt.softcap or 0.0, opt.ignore_index, opt.start, opt.used, parts, span,
+        ),
+        (capped, opt.with_entropy, tile),
+        config.warps,
     )  # fmt: skip
-    if parts > 1:
-        assert direct.stats is not None
+    if direct.stats is not None and parts > 1:
         _combine(direct.stats, targets, temperature, opt, out)
 
 
 def _combine(gathered: Tensor, targets: Tensor, temperature: Tensor | None, opt: "RowOptions", out: Outputs) -> None:
-    count, rows = targets.numel(), tiles.LOGPROB.combined_rows
+    parts, count, _ = gathered.shape
     if count == 0:
         return
-    _launch(
-        _combine_kernel,
-        triton.cdiv(count, rows),
-        gathered.device,
-        gathered, targets, temperature, *out,
-        count, gathered.shape[0], gathered.stride(0), targets.stride(0), _stride(temperature),
-        opt.temperature, opt.ignore_index,
-        ENTROPY=opt.with_entropy, ROWS=rows, num_warps=max(1, rows // 32),
+    at_once = 8 if parts <= 8 else 64
+    rows = max(1, tiles.LOGPROB.combined // at_once)
+    _COMBINE(
+        -(-count // rows),
+        (gathered, targets, temperature, *out),
+        (
+            count, parts, gathered.stride(0), targets.stride(0), _stride(temperature),
+            opt.temperature, opt.ignore_index,
+        ),
+        (opt.with_entropy, rows, at_once),
+        max(1, tiles.LOGPROB.combined // 128),
     )  # fmt: skip
 
 
@@ -544,27 +550,24 @@ def _write_block(
     if width == 0:
         return
     tile = config.gradient_bytes // size
-    parts = max(1, triton.cdiv(opt.used, tile * config.gradient_tiles))
+    parts = max(1, -(-opt.used // (tile * config.gradient_tiles)))
     read, written = rows_of(logits), rows_of(out)
-    apart = (logits.data_ptr() - out.data_ptr(), *((a - b) * size for a, b in zip(read[1:], written[1:], strict=True)))
-    _launch(
-        _dlogits_kernel,
-        targets.numel() * parts,
-        logits.device,
-        logits, out, targets, temperature, kept, grad_logprobs, grad_entropy,
-        *read, *written[1:], targets.stride(0), _stride(temperature), _stride(grad_logprobs), _stride(grad_entropy),
-        opt.temperature, opt.softcap, opt.ignore_index, opt.start, opt.used, width, parts,
-        TILE=tile, TILES=config.gradient_tiles, STAGES=config.gradient_stages, ALIGNED=all(x % 16 == 0 for x in apart),
-        num_warps=config.gradient_warps,
+    apart = (logits.data_ptr() - out.data_ptr()) | ((read[1] - written[1]) | (read[2] - written[2])) * size
+    _DLOGITS(
+        targets.shape[0] * parts,
+        (logits, out, targets, temperature, kept, grad_logprobs, grad_entropy),
+        (
+            *read, *written[1:], targets.stride(0), _stride(temperature), _stride(grad_logprobs), _stride(grad_entropy),
+            opt.temperature, opt.softcap or 0.0, opt.ignore_index, opt.start, opt.used, width, parts,
+        ),
+        (opt.softcap is not None, tile, config.gradient_tiles, config.gradient_stages, apart % 16 == 0),
+        config.gradient_warps,
     )  # fmt: skip
 
 
-def _launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **meta: Any) -> None:
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        kernel[(programs,)](*arguments, **meta)
-    else:
-        with torch.cuda.device(device):
-            kernel[(programs,)](*arguments, **meta)
+_STATS = Launcher(_stats_kernel, unaligned=True, maxnreg=tiles.LOGPROB.registers)
+_COMBINE = Launcher(_combine_kernel, unaligned=True)
+_DLOGITS = Launcher(_dlogits_kernel, unaligned=True)
 
 
 def _empty_results(count: int, with_entropy: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,7 @@ from tests.test_logprob import (  # noqa: F401
 from tests.test_logprob_grid import LAYOUTS, NAMES, truth_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SMALL = tiles.LOGPROB._replace(groups=16, programs=1, gradient_bytes=64, combined_rows=4)
+SMALL = tiles.LOGPROB._replace(groups=16, part_groups=1000, least_groups=1, programs=1, combined=16, gradient_bytes=64)
 
 
 @pytest.fixture(autouse=True)
