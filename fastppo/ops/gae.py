@@ -19,7 +19,7 @@ from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.checks import FLOATS, check_device, check_like, check_tensor, contents_checked
 from fastppo.dtypes import CODES, accumulator, byte_flags
-from fastppo.ops._whiten import whiten as whiten_on_cpu
+from fastppo.ops._whiten import whiten as whiten_by_kernel
 from fastppo.ops.advantages import whiten as whiten_anywhere
 from fastppo.packing import check_cu_seqlens_contents, check_cu_seqlens_form
 from fastppo.reference.gae import gae as definition
@@ -94,7 +94,12 @@ def gae(
         _check_lam("lam_returns", lam_returns, rewards, num_seqs)
     per_seq = lam if isinstance(lam, Tensor) else None
     returns_per_seq = lam_returns if isinstance(lam_returns, Tensor) else None
-    advantages, returns = torch.ops.fastppo.gae(
+    # Where a kernel of ours whitens: on a GPU from moments that the kernel of gae takes on its way.
+    kernel = ""
+    if whiten and rewards.device.type in ("cpu", "cuda"):
+        dtype = accumulator(rewards, values, bootstrap_values)
+        kernel, _ = resolve("gae", backend, rewards.device, dtype)
+    advantages, returns, moments = torch.ops.fastppo.gae(
         rewards,
         values,
         gamma,
@@ -109,10 +114,12 @@ def gae(
         cu_seqlens,
         time_dim,
         backend,
+        kernel == "cuda",
     )
-    if whiten:
-        compiled = backend in ("auto", "cpu") and advantages.device.type == "cpu" and advantages.dtype == torch.float32
-        advantages = (whiten_on_cpu if compiled else whiten_anywhere)(advantages, mask, group=group)
+    if kernel in ("cpu", "cuda"):
+        advantages = whiten_by_kernel(advantages, mask, moments if kernel == "cuda" else None, group=group)
+    elif whiten:
+        advantages = whiten_anywhere(advantages, mask, group=group)
     return GAEOutput(advantages, returns)
 
 
@@ -203,8 +210,13 @@ def _gae(
     cu_seqlens: Tensor | None,
     time_dim: int,
     backend: str,
-) -> tuple[Tensor, Tensor]:
-    """The registered op, unwhitened: checks contents, where they may be looked at, and calls the backend."""
+    with_moments: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The registered op, unwhitened: checks contents, where they may be looked at, and calls the backend.
+
+    The third output is count, mean and squares about the mean of the selected advantages, float64 [3], which backend
+    "cuda" can give; [0] where they are not asked for.
+    """
     for name, per_seq in (("lam", lam_per_seq), ("lam_returns", lam_returns_per_seq)):
         if per_seq is not None and contents_checked(per_seq):
             outside = ~((per_seq >= 0) & (per_seq <= 1))
@@ -216,8 +228,9 @@ def _gae(
 
     dtype = accumulator(rewards, values, bootstrap_values)
     chosen, _ = resolve("gae", backend, rewards.device, dtype)
+    moments = torch.empty(3 if with_moments else 0, dtype=torch.float64, device=rewards.device)
     if chosen == "torch":
-        return definition(
+        advantages, returns = definition(
             rewards,
             values,
             gamma=gamma,
@@ -230,6 +243,7 @@ def _gae(
             cu_seqlens=cu_seqlens,
             time_dim=time_dim,
         )
+        return advantages, returns, moments
 
     advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
     returns = torch.empty_like(advantages)
@@ -258,7 +272,14 @@ def _gae(
             bootstrap, final = (None, one_per_seq) if truncated is None else (one_per_seq, None)
 
     out_row_stride, out_time_stride = strides(advantages)
+    separate = lam_returns is not None or lam_returns_per_seq is not None
     on_gpu = chosen == "cuda"
+    scratch = None
+    if on_gpu:
+        size = _build.module().gae_scratch(
+            num_seqs, num_steps, cu_seqlens is not None, out_time_stride != 1, separate, with_moments
+        )
+        scratch = torch.empty(size, dtype=torch.uint8, device=rewards.device) if size else None
     _build.module().gae(
         floats(rewards),
         floats(values),
@@ -277,19 +298,21 @@ def _gae(
         gamma,
         lam,
         lam if lam_returns is None else lam_returns,
-        lam_returns is not None or lam_returns_per_seq is not None,
+        separate,
+        0 if scratch is None else scratch.data_ptr(),
+        moments.data_ptr() if with_moments else 0,
         torch.get_num_threads(),
         rewards.device.index if on_gpu else -1,
         torch.cuda.current_stream(rewards.device).cuda_stream if on_gpu else 0,
     )
-    return advantages, returns
+    return advantages, returns, moments
 
 
 _LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
 _LIBRARY.define(
     "gae(Tensor rewards, Tensor values, float gamma, float lam, Tensor? lam_per_seq, float? lam_returns, "
     "Tensor? lam_returns_per_seq, Tensor? mask, Tensor? terminated, Tensor? truncated, Tensor? bootstrap_values, "
-    "Tensor? cu_seqlens, int time_dim, str backend) -> (Tensor, Tensor)"
+    "Tensor? cu_seqlens, int time_dim, str backend, bool with_moments=False) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("gae", _gae, "CompositeExplicitAutograd")
 # No gradient flows: autograd steps aside.
@@ -297,7 +320,12 @@ _LIBRARY.impl("gae", torch.library.fallthrough_kernel, "Autograd")
 
 
 @torch.library.register_fake("fastppo::gae", lib=_LIBRARY)
-def _(rewards: Tensor, values: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _(rewards: Tensor, values: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulator(rewards, values, options[8])
     shape, device = rewards.shape, rewards.device
-    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+    with_moments = len(options) > 12 and options[12]
+    return (
+        torch.empty(shape, dtype=dtype, device=device),
+        torch.empty(shape, dtype=dtype, device=device),
+        torch.empty(3 if with_moments else 0, dtype=torch.float64, device=device),
+    )
