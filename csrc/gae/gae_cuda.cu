@@ -22,9 +22,19 @@
 #include <algorithm>
 #include <cfloat>
 
+#ifndef GAE_PDL
+#define GAE_PDL 0
+#endif
 #include "common/cuda_utils.h"
 #include "gae/gae.h"
 #include "gae/whiten.h"
+
+#ifndef GAE_LOAD
+#define GAE_LOAD __ldcs
+#endif
+#ifndef GAE_STORE
+#define GAE_STORE(address, value) (*(address) = (value))
+#endif
 
 namespace fastppo {
 namespace {
@@ -137,10 +147,10 @@ __device__ __forceinline__ void load_floats(const GaeTensor& x, int64_t b, int64
   if (ALIGNED && inside == 0xf) {
     const int64_t at = b * x.row_stride + t;
     if (x.dtype == Dtype::kFloat32) {
-      const float4 four = __ldg(reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + at));
+      const float4 four = GAE_LOAD(reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + at));
       out[0] = four.x, out[1] = four.y, out[2] = four.z, out[3] = four.w;
     } else {
-      const uint2 four = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(x.data) + at));
+      const uint2 four = GAE_LOAD(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(x.data) + at));
       const uint16_t bits[kQuad] = {static_cast<uint16_t>(four.x), static_cast<uint16_t>(four.x >> 16),
                                     static_cast<uint16_t>(four.y), static_cast<uint16_t>(four.y >> 16)};
 #pragma unroll
@@ -160,7 +170,7 @@ template <bool ALIGNED>
 __device__ __forceinline__ unsigned load_flags(const GaeTensor& x, int64_t b, int64_t t, unsigned inside) {
   if (ALIGNED && inside == 0xf) {
     const unsigned bytes =
-        __ldg(reinterpret_cast<const unsigned*>(static_cast<const uint8_t*>(x.data) + b * x.row_stride + t));
+        GAE_LOAD(reinterpret_cast<const unsigned*>(static_cast<const uint8_t*>(x.data) + b * x.row_stride + t));
     // The highest bit of every byte that is not 0, then these four side by side.
     const unsigned set = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) >> 7 & 0x01010101u;
     return set * 0x01020408u >> 24 & 0xfu;
@@ -321,9 +331,20 @@ __device__ __forceinline__ Map<N> wait_for_handed_on(const unsigned long long* w
   return map;
 }
 
+__global__ void __launch_bounds__(1024) clear(unsigned long long* words, int64_t count) {
+#if GAE_PDL
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count) words[i] = 0;
+}
+
 // The number of this block's turn: blocks that have one of a lower number have begun.
 __device__ __forceinline__ int64_t take_ticket(unsigned* ticket) {
   __shared__ unsigned taken;
+#if GAE_PDL
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   if (threadIdx.x == 0) taken = atomicAdd(ticket, 1u);
   __syncthreads();
   return taken;
@@ -540,8 +561,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
     const bool in_row = PACKED || b < p.num_seqs;
     if (ALIGNED && in_row && t >= 0 && t + kQuad <= p.num_steps) {
       const int i = k * kQuad;
-      *reinterpret_cast<float4*>(p.advantages + at) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-      *reinterpret_cast<float4*>(p.returns + at) = make_float4(returns[0], returns[1], returns[2], returns[3]);
+      GAE_STORE(reinterpret_cast<float4*>(p.advantages + at), make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));
+      GAE_STORE(reinterpret_cast<float4*>(p.returns + at), make_float4(returns[0], returns[1], returns[2], returns[3]));
     } else if (in_row) {
 #pragma unroll
       for (int j = 0; j < kQuad; ++j) {
@@ -720,9 +741,7 @@ void start(const GaeParams& p, uint64_t stream) {
     s.ticket = static_cast<unsigned*>(p.scratch);
     s.maps = words + 1;
     s.handed_on = s.maps + needs.maps;
-    check_cuda(
-        cudaMemsetAsync(words, 0, static_cast<size_t>(needs.words()) * 8, reinterpret_cast<cudaStream_t>(stream)),
-        "gae scratch");
+    launch("gae scratch", clear, (needs.words() + 1023) / 1024, 1024, stream, words, needs.words());
   }
   if (p.moments != nullptr) s.partial = reinterpret_cast<Moments*>(words + needs.words());
 

@@ -25,6 +25,9 @@ from fastppo.packing import check_cu_seqlens_contents, check_cu_seqlens_form
 from fastppo.reference.gae import gae as definition
 
 
+Strided = tuple[Tensor, int, int]  # a tensor and its strides of rows and of time
+
+
 class GAEOutput(NamedTuple):
     advantages: Tensor
     returns: Tensor
@@ -249,30 +252,51 @@ def _gae(
     returns = torch.empty_like(advantages)
     num_seqs = _num_seqs(rewards, cu_seqlens, time_dim)
 
-    def strides(x: Tensor) -> tuple[int, int]:  # of rows and of time
-        return (0, x.stride(0)) if x.dim() == 1 else (x.stride(_row_dim(time_dim)), x.stride(time_dim))
-
-    def floats(x: Tensor) -> tuple[int, int, int, int]:
-        return (x.data_ptr(), *strides(x), CODES[x.dtype])
-
-    # Converted tensors keep a name until the launch: their memory must not be another's before it is read.
-    converted = [byte_flags(x) for x in (mask, terminated, truncated)]
-    flags = [None if x is None else (x.data_ptr(), *strides(x), 0) for x in converted]
-    lams = [None if x is None else x.to(torch.float32).contiguous() for x in (lam_per_seq, lam_returns_per_seq)]
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
+    def strided(x: Tensor) -> Strided:  # with its strides of rows and of time
+        return (x, 0, x.stride(0)) if x.dim() == 1 else (x, x.stride(_row_dim(time_dim)), x.stride(time_dim))
 
     bootstrap = final = None
     if bootstrap_values is not None:
         if truncated is not None and bootstrap_values.shape == values.shape:
-            bootstrap = floats(bootstrap_values)
+            bootstrap = strided(bootstrap_values)
         elif bootstrap_values.shape == (num_seqs,):
-            code = CODES[bootstrap_values.dtype]
-            one_per_seq = (bootstrap_values.data_ptr(), bootstrap_values.stride(0), 0, code)
+            one_per_seq = (bootstrap_values, bootstrap_values.stride(0), 0)
             bootstrap, final = (None, one_per_seq) if truncated is None else (one_per_seq, None)
 
-    out_row_stride, out_time_stride = strides(advantages)
+    # Converted tensors keep a name until the launch: their memory must not be another's before it is read.
+    flags = [byte_flags(x) for x in (mask, terminated, truncated)]
+    inputs = [
+        strided(rewards),
+        strided(values),
+        *(None if x is None else strided(x) for x in flags),
+        bootstrap,
+        final,
+    ]
+    lams = [None if x is None else x.to(torch.float32).contiguous() for x in (lam_per_seq, lam_returns_per_seq)]
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+    lam_of_returns = lam if lam_returns is None else lam_returns
     separate = lam_returns is not None or lam_returns_per_seq is not None
+
+    if chosen == "triton":
+        from fastppo.kernels.gae import gae as triton_gae
+
+        triton_gae(
+            inputs,
+            *lams,
+            cu_seqlens,
+            strided(advantages),
+            strided(returns),
+            num_seqs,
+            num_steps,
+            gamma,
+            lam,
+            lam_of_returns,
+            separate,
+        )
+        return advantages, returns, moments
+
+    _, out_row_stride, out_time_stride = strided(advantages)
     on_gpu = chosen == "cuda"
     scratch = None
     if on_gpu:
@@ -281,11 +305,7 @@ def _gae(
         )
         scratch = torch.empty(size, dtype=torch.uint8, device=rewards.device) if size else None
     _build.module().gae(
-        floats(rewards),
-        floats(values),
-        *flags,
-        bootstrap,
-        final,
+        *(None if x is None else (x[0].data_ptr(), *x[1:], CODES.get(x[0].dtype, 0)) for x in inputs),
         *(0 if x is None else x.data_ptr() for x in lams),
         0 if cu_seqlens is None else cu_seqlens.data_ptr(),
         cu_seqlens is not None and cu_seqlens.dtype == torch.int64,
@@ -297,7 +317,7 @@ def _gae(
         num_steps,
         gamma,
         lam,
-        lam if lam_returns is None else lam_returns,
+        lam_of_returns,
         separate,
         0 if scratch is None else scratch.data_ptr(),
         moments.data_ptr() if with_moments else 0,
