@@ -49,8 +49,7 @@ constexpr int kWindow = 32;  // chunks that a block looks back at: one per lane
 constexpr int kSteps = 8;
 constexpr int kRowWarps = 16;  // by_rows; and the chunks that a block looks back at: one per warp
 
-// --- Maps
-// -------------------------------------------------------------------------------------------------------------
+// --- Maps ---
 
 // c -> f * c + d, of each of N chains; where f < 0, closed: c -> d, whatever c was.
 template <int N>
@@ -110,19 +109,55 @@ __device__ __forceinline__ Map<N> from_later_lane(Map<N> map, int width) {
   return map;
 }
 
-// Each lane's map composed with those of all later lanes.
+// A map whose f is f + low. Powers of one decay round alike wherever they are formed, so that a power of 128 as a
+// product of products would be wrong by dozens of roundings, and all sums that it goes into in the same direction.
 template <int N>
-__device__ __forceinline__ Map<N> scan(Map<N> map, int lane) {
+struct Exact : Map<N> {
+  float low[N];
+};
+
+template <int N>
+__device__ __forceinline__ void multiply(Exact<N>& map, int n, float f, float low) {
+  const float high = map.f[n] * f;
+  map.low[n] = fmaf(map.f[n], f, -high) + fmaf(map.low[n], f, map.f[n] * low);
+  map.f[n] = product(map.f[n], f);
+}
+
+template <int N>
+__device__ __forceinline__ Exact<N> compose(Exact<N> map, const Exact<N>& later) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    if (map.f[n] < 0.0f) continue;
+    map.d[n] = fmaf(map.f[n], later.d[n], map.d[n]);
+    if (later.f[n] < 0.0f) {
+      map.f[n] = -1.0f;
+    } else {
+      multiply(map, n, later.f[n], later.low[n]);
+    }
+  }
+  return map;
+}
+
+template <int N>
+__device__ __forceinline__ Exact<N> from_later_lane(const Exact<N>& map, int width) {
+  Exact<N> later{from_later_lane(static_cast<const Map<N>&>(map), width), {}};
+#pragma unroll
+  for (int n = 0; n < N; ++n) later.low[n] = __shfl_down_sync(kAll, map.low[n], width);
+  return later;
+}
+
+// Each lane's map composed with those of all later lanes.
+template <typename AnyMap>
+__device__ __forceinline__ AnyMap scan(AnyMap map, int lane) {
 #pragma unroll
   for (int width = 1; width < kWarp; width *= 2) {
-    const Map<N> later = from_later_lane(map, width);
+    const AnyMap later = from_later_lane(map, width);
     if (lane + width < kWarp) map = compose(map, later);
   }
   return map;
 }
 
-// --- Inputs
-// -----------------------------------------------------------------------------------------------------------
+// --- Inputs ---
 
 __device__ __forceinline__ float load_float(const GaeTensor& x, int64_t b, int64_t t) {
   const int64_t at = b * x.row_stride + t * x.time_stride;
@@ -183,8 +218,7 @@ __device__ __forceinline__ unsigned load_flags(const GaeTensor& x, int64_t b, in
   return bits;
 }
 
-// --- Packed sequences
-// -------------------------------------------------------------------------------------------------
+// --- Packed sequences ---
 
 __device__ __forceinline__ int64_t offset(const GaeParams& p, int64_t b) {
   const int64_t at =
@@ -245,17 +279,20 @@ __device__ __forceinline__ Sequence<N> load_sequence(const GaeParams& p, int64_t
   return s;
 }
 
-// --- One position
-// -----------------------------------------------------------------------------------------------------
+// --- One position ---
 
 // The map of a selected position with reward - value = x (plus gamma * bootstrap where cut), before `map`.
 template <int N>
-__device__ __forceinline__ void prepend(Map<N>& map, const Sequence<N>& s, float gamma, float x, float v, bool cut) {
+__device__ __forceinline__ void prepend(Exact<N>& map, const Sequence<N>& s, float gamma, float x, float v, bool cut) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const float d = fmaf(s.decay[n], x, gamma * v);
     map.d[n] = cut ? d : fmaf(s.decay[n], map.d[n], d);
-    map.f[n] = cut || map.f[n] < 0.0f ? -1.0f : product(s.decay[n], map.f[n]);
+    if (cut || map.f[n] < 0.0f) {
+      map.f[n] = -1.0f;
+    } else {
+      multiply(map, n, s.decay[n], 0.0f);
+    }
   }
 }
 
@@ -270,8 +307,7 @@ __device__ __forceinline__ void advance(float (&c)[N], float (&advantage)[N], co
   }
 }
 
-// --- Chunks of a row, in blocks that wait for each other
-// --------------------------------------------------------------
+// --- Chunks of a row, in blocks that wait for each other ---
 
 // Words that begin as 0 and are written once, whole: what they hold needs no fence.
 struct Scratch {
@@ -350,8 +386,7 @@ __device__ __forceinline__ int64_t take_ticket(unsigned* ticket) {
   return taken;
 }
 
-// --- Whitening: count, mean and squares of a block's advantages
-// -------------------------------------------------------
+// --- Whitening: count, mean and squares of a block's advantages ---
 
 // The sum of a block's values, for every thread, in an order that depends on nothing but the threads' number.
 __device__ __forceinline__ double block_sum(double x, double* shared) {
@@ -385,8 +420,7 @@ __device__ __forceinline__ void write_moments(const float (&x)[COUNT], unsigned 
   if (threadIdx.x == 0) *out = Moments{count, mean, squares};
 }
 
-// --- Time side by side
-// ------------------------------------------------------------------------------------------------
+// --- Time side by side ---
 
 // How rows are cut up for by_time.
 struct TimePlan {
@@ -472,7 +506,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
   for (int k = 0; k < kSegments; ++k) {
     const int64_t t = begin + k * kSegment + lane * kQuad;
     Sequence<N> of = uniform ? row : load_sequence<N>(p, sequence[k]);
-    Map<N> map = identity<N>();
+    Exact<N> map{identity<N>(), {}};
 #pragma unroll
     for (int j = kQuad - 1; j >= 0; --j) {
       const int i = k * kQuad + j;
@@ -484,8 +518,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
       if (selected >> i & 1) prepend(map, of, p.gamma, x[i], v[i], cut >> i & 1);
     }
     map = scan(map, lane);
-    whole[k] = from_lane(map, 0);
-    after_lane[k] = from_later_lane(map, 1);
+    whole[k] = from_lane<N>(map, 0);
+    after_lane[k] = from_later_lane<N>(static_cast<const Map<N>&>(map), 1);
     if (lane == kWarp - 1) after_lane[k] = identity<N>();
   }
 
@@ -575,8 +609,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
   if (s.partial != nullptr) write_moments(x, selected, s.partial + tile);
 }
 
-// --- Rows side by side
-// ------------------------------------------------------------------------------------------------
+// --- Rows side by side ---
 
 struct RowPlan {
   int64_t groups;  // of 32 rows
@@ -618,11 +651,12 @@ __global__ void __launch_bounds__(kRowWarps* kWarp) by_rows(const GaeParams p, c
   }
 
   const Sequence<N> row = load_sequence<N>(p, b < p.num_seqs ? b : 0);
-  Map<N> map = identity<N>();
+  Exact<N> own{identity<N>(), {}};
 #pragma unroll
   for (int i = kSteps - 1; i >= 0; --i) {
-    if (selected >> i & 1) prepend(map, row, p.gamma, x[i], v[i], cut >> i & 1);
+    if (selected >> i & 1) prepend(own, row, p.gamma, x[i], v[i], cut >> i & 1);
   }
+  Map<N> map = own;
   maps[warp][lane] = map;
   __syncthreads();
 
@@ -672,8 +706,7 @@ __global__ void __launch_bounds__(kRowWarps* kWarp) by_rows(const GaeParams p, c
   if (s.partial != nullptr) write_moments(x, selected, s.partial + tile);
 }
 
-// --- Launches
-// ---------------------------------------------------------------------------------------------------------
+// --- Launches ---
 
 TimePlan time_plan(int64_t num_seqs, int64_t num_steps, bool packed) {
   // A row whose quads are aligned in memory may begin with a part of one.

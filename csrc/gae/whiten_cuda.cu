@@ -9,7 +9,7 @@ namespace fastppo {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kQuad = 4;
+constexpr int kPerThread = 4;
 
 // Chan, Golub and LeVeque 1979.
 __device__ Moments merge(const Moments& a, const Moments& b) {
@@ -41,8 +41,8 @@ template <bool ALIGNED>
 __global__ void __launch_bounds__(kThreads) whiten_kernel(const WhitenParams p) {
   const double mean = p.moments->mean;
   const double scale = 1.0 / sqrt(p.moments->squares / fmax(p.moments->count, 1.0) + p.eps);
-  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kQuad;
-  if (ALIGNED && i + kQuad <= p.size) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kPerThread;
+  if (ALIGNED && i + kPerThread <= p.size) {
     const float4 x = *reinterpret_cast<const float4*>(p.x + i);
     const char4 mask = p.mask != nullptr ? *reinterpret_cast<const char4*>(p.mask + i) : char4{1, 1, 1, 1};
     *reinterpret_cast<float4*>(p.out + i) =
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) whiten_kernel(const WhitenParams p) 
                     whitened(x.z, mask.z != 0, mean, scale), whitened(x.w, mask.w != 0, mean, scale));
     return;
   }
-  for (int64_t j = i; j < i + kQuad && j < p.size; ++j) {
+  for (int64_t j = i; j < i + kPerThread && j < p.size; ++j) {
     p.out[j] = whitened(p.x[j], p.mask == nullptr || p.mask[j] != 0, mean, scale);
   }
 }
@@ -66,7 +66,7 @@ void whiten_cuda(const WhitenParams& params, int device, uint64_t stream) {
   const DeviceGuard guard(device);
   const auto aligned = [](const void* x, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(x) % bytes == 0; };
   const bool quads = aligned(params.x, 16) && aligned(params.out, 16) && aligned(params.mask, 4);
-  const int64_t per_block = int64_t{kThreads} * kQuad;
+  const int64_t per_block = int64_t{kThreads} * kPerThread;
   launch("whiten", quads ? whiten_kernel<true> : whiten_kernel<false>, (params.size + per_block - 1) / per_block,
          kThreads, stream, params);
 }

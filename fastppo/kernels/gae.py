@@ -10,8 +10,12 @@ once more.
 Legend: b sequence, t position, [ROWS, STEPS] a tile; packed sequences are one row.
 """
 
+# What a kernel's parameters are depends on the call.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -153,11 +157,11 @@ def _gae(
             c = gamma * _load(final, final_stride, 0, b, b, in_rows)
             c_returns = c
     if PART == _ANSWERS:
-        if chunk + 1 < num_chunks:
-            there = summaries + (b * num_chunks + chunk + 1) * CHAINS * 2 + 1
-            c = tl.load(there, mask=in_rows, other=0.0)
-            if CHAINS == 2:
-                c_returns = tl.load(there + 2, mask=in_rows, other=0.0)
+        handed_on = summaries + (b * num_chunks + chunk + 1) * CHAINS * 2 + 1
+        later = in_rows & (chunk + 1 < num_chunks)
+        c = tl.where(later, tl.load(handed_on, mask=later, other=0.0), c)
+        if CHAINS == 2:
+            c_returns = tl.where(later, tl.load(handed_on + 2, mask=later, other=0.0), c_returns)
 
     while chunk > stop:
         t = chunk.to(tl.int64) * STEPS + j
@@ -172,9 +176,9 @@ def _gae(
             in_row = t < num_steps
             sequence = t * 0
             for k in tl.static_range(SEARCH):
-                later = sequence + (1 << (SEARCH - 1 - k))
-                begins = tl.load(cu_seqlens + later, mask=later < num_seqs, other=0)
-                sequence = tl.where((later < num_seqs) & (begins <= t), later, sequence)
+                candidate = sequence + (1 << (SEARCH - 1 - k))
+                begins = tl.load(cu_seqlens + candidate, mask=candidate < num_seqs, other=0)
+                sequence = tl.where((candidate < num_seqs) & (begins <= t), candidate, sequence)
             if lam_per_seq is not None:
                 decay = gamma * tl.load(lam_per_seq + sequence, mask=in_row, other=0.0)
             if lam_returns_per_seq is not None:
@@ -226,8 +230,7 @@ def _gae(
 
 def gae(
     inputs: Sequence[Strided | None],
-    lam_per_seq: Tensor | None,
-    lam_returns_per_seq: Tensor | None,
+    lams: tuple[Tensor | None, Tensor | None],
     cu_seqlens: Tensor | None,
     advantages: Strided,
     returns: Strided,
@@ -240,8 +243,8 @@ def gae(
 ) -> None:
     """Fills advantages and returns, float32, of the same strides.
 
-    inputs: rewards, values, mask, terminated, truncated, bootstrap values, final values; flags are bytes. lam_per_seq,
-    lam_returns_per_seq: [B] float32, contiguous, as cu_seqlens is.
+    inputs: rewards, values, mask, terminated, truncated, bootstrap values, final values; flags are bytes.
+    lams: lam and lam_returns per sequence, [B] float32, contiguous, as cu_seqlens is.
     """
     if num_seqs == 0 or num_steps == 0:
         return
@@ -255,11 +258,10 @@ def gae(
     del tensors[-1]  # final values have one stride
     summaries = None
 
-    def launch(part: tl.constexpr, programs: int) -> None:
+    def launch(part: Any, programs: int) -> None:
         _gae[(programs,)](
             *tensors,
-            lam_per_seq,
-            lam_returns_per_seq,
+            *lams,
             cu_seqlens,
             advantages[0],
             returns[0],

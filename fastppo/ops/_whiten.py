@@ -1,6 +1,6 @@
-"""`fastppo.whiten` of float32 by the compiled kernels: count, mean and squares about the mean, which are merged over the
-ranks, and a pass that applies them. On a CPU they take a pass of their own; on a GPU the kernel of gae takes them on its
-way. For `fastppo.gae(whiten=True)`."""
+"""`fastppo.whiten` of float32 by the compiled kernels: count, mean and squares about the mean, which are merged over
+the ranks, and a pass that applies them. On a CPU they take a pass of their own; on a GPU the kernel of gae takes them
+on its way. For `fastppo.gae(whiten=True)`."""
 
 import torch
 import torch.distributed as dist

@@ -24,7 +24,6 @@ from fastppo.ops.advantages import whiten as whiten_anywhere
 from fastppo.packing import check_cu_seqlens_contents, check_cu_seqlens_form
 from fastppo.reference.gae import gae as definition
 
-
 Strided = tuple[Tensor, int, int]  # a tensor and its strides of rows and of time
 
 
@@ -283,7 +282,7 @@ def _gae(
 
         triton_gae(
             inputs,
-            *lams,
+            (lams[0], lams[1]),
             cu_seqlens,
             strided(advantages),
             strided(returns),

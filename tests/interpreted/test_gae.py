@@ -59,7 +59,9 @@ def inputs(shape: tuple[int, ...], num_seqs: int, options: set[str], seed: int =
 
 def check(arguments: dict[str, Any]) -> None:
     wide = arguments | {"rewards": arguments["rewards"].double(), "values": arguments["values"].double()}
-    got, baseline, truth = (gae(**x, backend=b) for x, b in ((arguments, "triton"), (arguments, "torch"), (wide, "torch")))
+    got, baseline, truth = (
+        gae(**x, backend=b) for x, b in ((arguments, "triton"), (arguments, "torch"), (wide, "torch"))
+    )
     for name, *three in zip(("advantages", "returns"), got, baseline, truth, strict=True):
         assert three[0].dtype == torch.float32
         assert_no_worse(name, *three)
