@@ -67,8 +67,8 @@ __device__ __forceinline__ Map<N> identity() {
 }
 
 // A product of factors above 0 stays above 0, as it does along a walk: 0 * inf would be a NaN.
-__device__ __forceinline__ float product(float a, float b) {
-  return fmaxf(a * b, fminf(fminf(a, b), FLT_MIN));
+__device__ __forceinline__ float smallest(float a, float b) {
+  return fminf(fminf(a, b), FLT_MIN);
 }
 
 // `map` of what `later`, later in time, hands on.
@@ -78,7 +78,7 @@ __device__ __forceinline__ Map<N> compose(Map<N> map, const Map<N>& later) {
   for (int n = 0; n < N; ++n) {
     if (map.f[n] < 0.0f) continue;
     map.d[n] = fmaf(map.f[n], later.d[n], map.d[n]);
-    map.f[n] = later.f[n] < 0.0f ? -1.0f : product(map.f[n], later.f[n]);
+    map.f[n] = later.f[n] < 0.0f ? -1.0f : fmaxf(map.f[n] * later.f[n], smallest(map.f[n], later.f[n]));
   }
   return map;
 }
@@ -118,9 +118,11 @@ struct Exact : Map<N> {
 
 template <int N>
 __device__ __forceinline__ void multiply(Exact<N>& map, int n, float f, float low) {
-  const float high = map.f[n] * f;
-  map.low[n] = fmaf(map.f[n], f, -high) + fmaf(map.low[n], f, map.f[n] * low);
-  map.f[n] = product(map.f[n], f);
+  const float rounded = map.f[n] * f;
+  const float rest = fmaf(map.f[n], f, -rounded) + fmaf(map.low[n], f, map.f[n] * low);
+  const float high = rounded + rest;
+  map.f[n] = fmaxf(high, smallest(map.f[n], f));
+  map.low[n] = rounded - high + rest;
 }
 
 template <int N>

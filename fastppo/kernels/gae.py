@@ -34,17 +34,14 @@ _ANSWERS = tl.constexpr(2)  # one tile, given what the one after it hands on
 
 
 @triton.jit
-def _product(a, b):
-    # Factors above 0 stay above 0, as they do along a walk: 0 * inf would be a NaN.
-    return tl.maximum(a * b, tl.minimum(tl.minimum(a, b), 1.1754944e-38))
-
-
-@triton.jit
 def _compose(later_f, later_d, f, d):
-    """The map (f, d) of what a later one hands on."""
+    """The map (f, d) of what a later one hands on. Factors are float64: powers of one decay round alike wherever they
+    are formed, and dozens of roundings of a power of 100 would go into all sums in the same direction."""
     closed = f < 0
-    product = tl.where(later_f < 0, -1.0, _product(f, later_f))
-    return tl.where(closed, f, product), tl.where(closed, d, f * later_d + d)
+    # Factors above 0 stay above 0, as they do along a walk, also when they become float32: 0 * inf would be a NaN.
+    product = tl.maximum(f * later_f, tl.minimum(tl.minimum(f, later_f), 1.1754943508222875e-38))
+    product = tl.where(later_f < 0, -1.0, product)
+    return tl.where(closed, f, product), tl.where(closed, d, f.to(tl.float32) * later_d + d)
 
 
 @triton.jit
@@ -57,7 +54,7 @@ def _compose_both(later_after_f, later_after_d, later_f, later_d, after_f, after
 
 @triton.jit
 def _apply(f, d, c):
-    return tl.where(f < 0, d, f * c + d)
+    return tl.where(f < 0, d, f.to(tl.float32) * c + d)
 
 
 @triton.jit
@@ -95,7 +92,7 @@ def _scan(summaries, final, final_stride, num_chunks, gamma, CHAINS: tl.constexp
         at = window * WINDOW + i
         inside = at < num_chunks
         there = summaries + ((b * num_chunks + at) * CHAINS + tl.program_id(0) % CHAINS) * 2
-        f = tl.load(there, mask=inside, other=1.0)
+        f = tl.load(there, mask=inside, other=1.0).to(tl.float64)
         d = tl.load(there + 1, mask=inside, other=0.0)
         f, d = tl.associative_scan((f, d), 1, _compose, reverse=True)
         handed_on = _apply(f, d, c)
@@ -107,7 +104,7 @@ def _scan(summaries, final, final_stride, num_chunks, gamma, CHAINS: tl.constexp
 @triton.jit
 def _chain(after_f, after_d, decay, gamma, x, v, selected, cut):
     """(f, d) of every position, with what is after it at its sequence's end taken in."""
-    f = tl.where(selected, tl.where(cut, -1.0, decay), 1.0)
+    f = tl.where(selected, tl.where(cut, -1.0, decay), 1.0).to(tl.float64)
     d = tl.where(selected, decay * x + gamma * v, 0.0)
     return _compose(after_f, after_d, f, d)
 
@@ -166,7 +163,7 @@ def _gae(
     while chunk > stop:
         t = chunk.to(tl.int64) * STEPS + j
         inside = in_rows & (t < num_steps)
-        after_f = tl.full([ROWS, STEPS], 1.0, tl.float32)
+        after_f = tl.full([ROWS, STEPS], 1.0, tl.float64)
         after_d = tl.zeros([ROWS, STEPS], tl.float32)
         sequence = b
         decay = row_decay
