@@ -118,7 +118,7 @@ struct Exact : Map<N> {
 
 template <int N>
 __device__ __forceinline__ void multiply(Exact<N>& map, int n, float f, float low) {
-  const float rounded = map.f[n] * f;
+  const float rounded = __fmul_rn(map.f[n], f);  // never contracted
   const float rest = fmaf(map.f[n], f, -rounded) + fmaf(map.low[n], f, map.f[n] * low);
   const float high = rounded + rest;
   map.f[n] = fmaxf(high, smallest(map.f[n], f));
