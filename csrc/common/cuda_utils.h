@@ -37,13 +37,6 @@ void launch(const char* what, void (*kernel)(Parameters...), int64_t blocks, int
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = reinterpret_cast<cudaStream_t>(stream);
-#if defined(GAE_PDL) && GAE_PDL
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = std::string(what) == "gae by time" ? 1 : 0;
-#endif
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), what);
 }
 

@@ -22,19 +22,9 @@
 #include <algorithm>
 #include <cfloat>
 
-#ifndef GAE_PDL
-#define GAE_PDL 0
-#endif
 #include "common/cuda_utils.h"
 #include "gae/gae.h"
 #include "gae/whiten.h"
-
-#ifndef GAE_LOAD
-#define GAE_LOAD __ldcs
-#endif
-#ifndef GAE_STORE
-#define GAE_STORE(address, value) (*(address) = (value))
-#endif
 
 namespace fastppo {
 namespace {
@@ -66,27 +56,32 @@ __device__ __forceinline__ Map<N> identity() {
   return map;
 }
 
-// A product of factors above 0 stays above 0, as it does along a walk: 0 * inf would be a NaN.
+// A product of factors above 0 stays above 0, as it does along a walk: 0 * inf would be a NaN. So it is at least this.
 __device__ __forceinline__ float smallest(float a, float b) {
   return fminf(fminf(a, b), FLT_MIN);
 }
 
-// `map` of what `later`, later in time, hands on.
-template <int N>
+// `map` of what `later`, later in time, hands on; without CLOSES neither is closed. By selects: lanes differ.
+template <bool CLOSES, int N>
 __device__ __forceinline__ Map<N> compose(Map<N> map, const Map<N>& later) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    if (map.f[n] < 0.0f) continue;
-    map.d[n] = fmaf(map.f[n], later.d[n], map.d[n]);
-    map.f[n] = later.f[n] < 0.0f ? -1.0f : fmaxf(map.f[n] * later.f[n], smallest(map.f[n], later.f[n]));
+    const bool closed = CLOSES && map.f[n] < 0.0f;
+    const float f = fmaxf(map.f[n] * later.f[n], smallest(map.f[n], later.f[n]));
+    const float d = fmaf(map.f[n], later.d[n], map.d[n]);
+    map.d[n] = closed ? map.d[n] : d;
+    map.f[n] = closed || (CLOSES && later.f[n] < 0.0f) ? -1.0f : f;
   }
   return map;
 }
 
-template <int N>
+template <bool CLOSES, int N>
 __device__ __forceinline__ void apply(const Map<N>& map, float (&c)[N]) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) c[n] = map.f[n] < 0.0f ? map.d[n] : fmaf(map.f[n], c[n], map.d[n]);
+  for (int n = 0; n < N; ++n) {
+    const float handed_on = fmaf(map.f[n], c[n], map.d[n]);
+    c[n] = CLOSES && map.f[n] < 0.0f ? map.d[n] : handed_on;
+  }
 }
 
 template <int N>
@@ -109,54 +104,55 @@ __device__ __forceinline__ Map<N> from_later_lane(Map<N> map, int width) {
   return map;
 }
 
-// A map whose f is f + low. Powers of one decay round alike wherever they are formed, so that a power of 128 as a
-// product of products would be wrong by dozens of roundings, and all sums that it goes into in the same direction.
+// Each lane's map composed with those of all later lanes.
+template <bool CLOSES, int FIRST, int N>
+__device__ __forceinline__ Map<N> scan(Map<N> map, int lane) {
+#pragma unroll
+  for (int width = FIRST; width < kWarp; width *= 2) {
+    const Map<N> later = from_later_lane(map, width);
+    const Map<N> both = compose<CLOSES>(map, later);
+    if (lane + width < kWarp) map = both;
+  }
+  return map;
+}
+
+// A map whose f is f + low. Powers of one decay round alike wherever they are formed, so that the power of 128 as a
+// product of products would be wrong by dozens of roundings, and all sums that it goes into in the same direction. The
+// first products matter: each rounding is multiplied by the number of times that the product is used.
 template <int N>
-struct Exact : Map<N> {
+struct Exact {
+  Map<N> map;
   float low[N];
 };
 
 template <int N>
-__device__ __forceinline__ void multiply(Exact<N>& map, int n, float f, float low) {
-  const float rounded = __fmul_rn(map.f[n], f);  // never contracted
-  const float rest = fmaf(map.f[n], f, -rounded) + fmaf(map.low[n], f, map.f[n] * low);
+__device__ __forceinline__ void multiply(Exact<N>& x, int n, float f, float low) {
+  const float rounded = __fmul_rn(x.map.f[n], f);  // never contracted
+  const float rest = fmaf(x.map.f[n], f, -rounded) + fmaf(x.low[n], f, x.map.f[n] * low);
   const float high = rounded + rest;
-  map.f[n] = fmaxf(high, smallest(map.f[n], f));
-  map.low[n] = rounded - high + rest;
+  x.map.f[n] = fmaxf(high, smallest(x.map.f[n], f));
+  x.low[n] = rounded - high + rest;
 }
 
-template <int N>
-__device__ __forceinline__ Exact<N> compose(Exact<N> map, const Exact<N>& later) {
+// The same as the scan above, exactly as far as four lanes.
+template <bool CLOSES, int N>
+__device__ __forceinline__ Map<N> scan(Exact<N> x, int lane) {
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    if (map.f[n] < 0.0f) continue;
-    map.d[n] = fmaf(map.f[n], later.d[n], map.d[n]);
-    if (later.f[n] < 0.0f) {
-      map.f[n] = -1.0f;
-    } else {
-      multiply(map, n, later.f[n], later.low[n]);
+  for (int width = 1; width < 4; width *= 2) {
+    const Map<N> later = from_later_lane(x.map, width);
+    const Map<N> map = compose<CLOSES>(x.map, later);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const float low = __shfl_down_sync(kAll, x.low[n], width);
+      if (lane + width < kWarp) {
+        const bool open = !CLOSES || map.f[n] >= 0.0f;
+        multiply(x, n, later.f[n], low);
+        x.map.f[n] = open ? x.map.f[n] : -1.0f;
+        x.map.d[n] = map.d[n];
+      }
     }
   }
-  return map;
-}
-
-template <int N>
-__device__ __forceinline__ Exact<N> from_later_lane(const Exact<N>& map, int width) {
-  Exact<N> later{from_later_lane(static_cast<const Map<N>&>(map), width), {}};
-#pragma unroll
-  for (int n = 0; n < N; ++n) later.low[n] = __shfl_down_sync(kAll, map.low[n], width);
-  return later;
-}
-
-// Each lane's map composed with those of all later lanes.
-template <typename AnyMap>
-__device__ __forceinline__ AnyMap scan(AnyMap map, int lane) {
-#pragma unroll
-  for (int width = 1; width < kWarp; width *= 2) {
-    const AnyMap later = from_later_lane(map, width);
-    if (lane + width < kWarp) map = compose(map, later);
-  }
-  return map;
+  return scan<CLOSES, 4>(x.map, lane);
 }
 
 // --- Inputs ---
@@ -177,47 +173,66 @@ __device__ __forceinline__ bool load_flag(const GaeTensor& x, int64_t b, int64_t
   return static_cast<const uint8_t*>(x.data)[b * x.row_stride + t * x.time_stride] != 0;
 }
 
+// Four positions as they lie in memory, or as float32 where they do not lie side by side. Loads and what is made of
+// them stand apart: all of a lane's are to be in flight before the first one is waited for.
+struct RawFloats {
+  uint4 bits;
+  bool as_they_lie;
+};
+
 // Positions t to t + 3, of which the bits of `inside` are there; 0 where not.
 template <bool ALIGNED>
-__device__ __forceinline__ void load_floats(const GaeTensor& x, int64_t b, int64_t t, unsigned inside,
-                                            float (&out)[kQuad]) {
-  if (ALIGNED && inside == 0xf) {
+__device__ __forceinline__ RawFloats load_floats(const GaeTensor& x, int64_t b, int64_t t, unsigned inside) {
+  RawFloats raw{{0, 0, 0, 0}, ALIGNED && inside == 0xf};
+  if (raw.as_they_lie) {
     const int64_t at = b * x.row_stride + t;
     if (x.dtype == Dtype::kFloat32) {
-      const float4 four = GAE_LOAD(reinterpret_cast<const float4*>(static_cast<const float*>(x.data) + at));
-      out[0] = four.x, out[1] = four.y, out[2] = four.z, out[3] = four.w;
+      raw.bits = __ldcs(reinterpret_cast<const uint4*>(static_cast<const float*>(x.data) + at));
     } else {
-      const uint2 four = GAE_LOAD(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(x.data) + at));
-      const uint16_t bits[kQuad] = {static_cast<uint16_t>(four.x), static_cast<uint16_t>(four.x >> 16),
-                                    static_cast<uint16_t>(four.y), static_cast<uint16_t>(four.y >> 16)};
-#pragma unroll
-      for (int j = 0; j < kQuad; ++j) {
-        out[j] = x.dtype == Dtype::kFloat16 ? __half2float(__ushort_as_half(bits[j]))
-                                            : __uint_as_float(static_cast<unsigned>(bits[j]) << 16);
-      }
+      const uint2 four = __ldcs(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(x.data) + at));
+      raw.bits.x = four.x, raw.bits.y = four.y;
     }
-    return;
+  } else if (inside != 0) {
+    raw.bits.x = inside & 1 ? __float_as_uint(load_float(x, b, t)) : 0;
+    raw.bits.y = inside & 2 ? __float_as_uint(load_float(x, b, t + 1)) : 0;
+    raw.bits.z = inside & 4 ? __float_as_uint(load_float(x, b, t + 2)) : 0;
+    raw.bits.w = inside & 8 ? __float_as_uint(load_float(x, b, t + 3)) : 0;
   }
-#pragma unroll
-  for (int j = 0; j < kQuad; ++j) out[j] = inside >> j & 1 ? load_float(x, b, t + j) : 0.0f;
+  return raw;
 }
 
-// A bit per position t to t + 3; 0 where it is not inside.
+__device__ __forceinline__ float half_to_float(Dtype dtype, unsigned bits) {
+  return dtype == Dtype::kFloat16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
+                                  : __uint_as_float(bits << 16);
+}
+
+__device__ __forceinline__ void convert(const RawFloats& raw, Dtype dtype, float (&out)[kQuad]) {
+  out[0] = __uint_as_float(raw.bits.x), out[1] = __uint_as_float(raw.bits.y);
+  out[2] = __uint_as_float(raw.bits.z), out[3] = __uint_as_float(raw.bits.w);
+  if (raw.as_they_lie && dtype != Dtype::kFloat32) {
+    out[0] = half_to_float(dtype, raw.bits.x & 0xffff), out[1] = half_to_float(dtype, raw.bits.x >> 16);
+    out[2] = half_to_float(dtype, raw.bits.y & 0xffff), out[3] = half_to_float(dtype, raw.bits.y >> 16);
+  }
+}
+
+// A byte per position t to t + 3; 0 where it is not inside.
 template <bool ALIGNED>
 __device__ __forceinline__ unsigned load_flags(const GaeTensor& x, int64_t b, int64_t t, unsigned inside) {
   if (ALIGNED && inside == 0xf) {
-    const unsigned bytes =
-        GAE_LOAD(reinterpret_cast<const unsigned*>(static_cast<const uint8_t*>(x.data) + b * x.row_stride + t));
-    // The highest bit of every byte that is not 0, then these four side by side.
-    const unsigned set = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) >> 7 & 0x01010101u;
-    return set * 0x01020408u >> 24 & 0xfu;
+    return __ldcs(reinterpret_cast<const unsigned*>(static_cast<const uint8_t*>(x.data) + b * x.row_stride + t));
   }
-  unsigned bits = 0;
+  unsigned bytes = 0;
 #pragma unroll
   for (int j = 0; j < kQuad; ++j) {
-    if (inside >> j & 1) bits |= static_cast<unsigned>(load_flag(x, b, t + j)) << j;
+    if (inside >> j & 1) bytes |= static_cast<unsigned>(load_flag(x, b, t + j)) << 8 * j;
   }
-  return bits;
+  return bytes;
+}
+
+// A bit for each byte that is not 0: the highest one of each, then these side by side.
+__device__ __forceinline__ unsigned to_bits(unsigned bytes) {
+  const unsigned set = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) >> 7 & 0x01010101u;
+  return set * 0x01020408u >> 24 & 0xfu;
 }
 
 // --- Packed sequences ---
@@ -283,29 +298,33 @@ __device__ __forceinline__ Sequence<N> load_sequence(const GaeParams& p, int64_t
 
 // --- One position ---
 
-// The map of a selected position with reward - value = x (plus gamma * bootstrap where cut), before `map`.
-template <int N>
-__device__ __forceinline__ void prepend(Exact<N>& map, const Sequence<N>& s, float gamma, float x, float v, bool cut) {
+// A position's map, with reward - value = x (plus gamma * bootstrap where cut), put before that of later ones.
+template <bool CLOSES, int N>
+__device__ __forceinline__ void prepend(Exact<N>& later, const Sequence<N>& s, float gamma, float x, float v,
+                                        bool selected, bool cut) {
+  Exact<N> all = later;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const float d = fmaf(s.decay[n], x, gamma * v);
-    map.d[n] = cut ? d : fmaf(s.decay[n], map.d[n], d);
-    if (cut || map.f[n] < 0.0f) {
-      map.f[n] = -1.0f;
-    } else {
-      multiply(map, n, s.decay[n], 0.0f);
-    }
+    const float joined = fmaf(s.decay[n], later.map.d[n], d);
+    const bool closed = CLOSES && (cut || later.map.f[n] < 0.0f);
+    multiply(all, n, s.decay[n], 0.0f);
+    later.map.d[n] = selected ? (CLOSES && cut ? d : joined) : later.map.d[n];
+    later.map.f[n] = selected ? (closed ? -1.0f : all.map.f[n]) : later.map.f[n];
+    later.low[n] = selected ? all.low[n] : later.low[n];
   }
 }
 
-// The advantage of that position, when c comes from what is later; then c is what it hands on.
-template <int N>
+// The advantage of that position, 0 where it is not selected, when c comes from what is later; then c is what it hands
+// on.
+template <bool CLOSES, int N>
 __device__ __forceinline__ void advance(float (&c)[N], float (&advantage)[N], const Sequence<N>& s, float gamma,
-                                        float x, float v, bool cut) {
+                                        float x, float v, bool selected, bool cut) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    advantage[n] = cut ? x : x + c[n];
-    c[n] = fmaf(s.decay[n], advantage[n], gamma * v);
+    const float own = CLOSES && cut ? x : x + c[n];
+    c[n] = selected ? fmaf(s.decay[n], own, gamma * v) : c[n];
+    advantage[n] = selected ? own : 0.0f;
   }
 }
 
@@ -370,9 +389,6 @@ __device__ __forceinline__ Map<N> wait_for_handed_on(const unsigned long long* w
 }
 
 __global__ void __launch_bounds__(1024) clear(unsigned long long* words, int64_t count) {
-#if GAE_PDL
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < count) words[i] = 0;
 }
@@ -380,9 +396,6 @@ __global__ void __launch_bounds__(1024) clear(unsigned long long* words, int64_t
 // The number of this block's turn: blocks that have one of a lower number have begun.
 __device__ __forceinline__ int64_t take_ticket(unsigned* ticket) {
   __shared__ unsigned taken;
-#if GAE_PDL
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
   if (threadIdx.x == 0) taken = atomicAdd(ticket, 1u);
   __syncthreads();
   return taken;
@@ -432,7 +445,7 @@ struct TimePlan {
   __host__ __device__ int64_t chunk_size() const { return int64_t{row_warps} * kSegments * kSegment; }
 };
 
-template <int N, bool PACKED, bool ALIGNED>
+template <int N, bool PACKED, bool ALIGNED, bool CLOSES>
 __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, const Scratch s, const TimePlan plan) {
   __shared__ Map<N> maps[kWarps];
   __shared__ float carry[N];
@@ -448,28 +461,43 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
   const int64_t begin = chunk * plan.chunk_size() + (warp - first_warp) * (kSegments * kSegment) - head;
 
   // --- Load
+  RawFloats raw_rewards[kSegments], raw_values[kSegments];
+  unsigned raw_mask[kSegments], raw_over[kSegments], raw_cut_off[kSegments];
+#pragma unroll
+  for (int k = 0; k < kSegments; ++k) {
+    const int64_t t = begin + k * kSegment + lane * kQuad;
+    unsigned inside = 0xf;
+    if (t < 0 || t + kQuad > p.num_steps || (!PACKED && b >= p.num_seqs)) {
+      inside = 0;
+#pragma unroll
+      for (int j = 0; j < kQuad; ++j) {
+        inside |= static_cast<unsigned>((PACKED || b < p.num_seqs) && t + j >= 0 && t + j < p.num_steps) << j;
+      }
+    }
+    raw_rewards[k] = load_floats<ALIGNED>(p.rewards, b, t, inside);
+    raw_values[k] = load_floats<ALIGNED>(p.values, b, t, inside);
+    // As bytes, 1 where the position is inside.
+    raw_mask[k] =
+        p.mask.data != nullptr ? load_flags<ALIGNED>(p.mask, b, t, inside) : inside * 0x00204081u & 0x01010101u;
+    raw_over[k] = CLOSES && p.terminated.data != nullptr ? load_flags<ALIGNED>(p.terminated, b, t, inside) : 0u;
+    raw_cut_off[k] = CLOSES && p.truncated.data != nullptr ? load_flags<ALIGNED>(p.truncated, b, t, inside) : 0u;
+  }
+
   float x[kSegments * kQuad], v[kSegments * kQuad];
   unsigned selected = 0, cut = 0, ends = 0;  // a bit per position
   int64_t sequence[kSegments];               // packed: of the last position of the quad
   unsigned truncated[kSegments];
 #pragma unroll
   for (int k = 0; k < kSegments; ++k) {
-    const int64_t t = begin + k * kSegment + lane * kQuad;
-    unsigned inside = 0;
-#pragma unroll
-    for (int j = 0; j < kQuad; ++j) {
-      inside |= static_cast<unsigned>((PACKED || b < p.num_seqs) && t + j >= 0 && t + j < p.num_steps) << j;
-    }
     float r4[kQuad], v4[kQuad];
-    load_floats<ALIGNED>(p.rewards, b, t, inside, r4);
-    load_floats<ALIGNED>(p.values, b, t, inside, v4);
+    convert(raw_rewards[k], p.rewards.dtype, r4);
+    convert(raw_values[k], p.values.dtype, v4);
 #pragma unroll
     for (int j = 0; j < kQuad; ++j) x[k * kQuad + j] = r4[j] - v4[j], v[k * kQuad + j] = v4[j];
-    const unsigned chosen = p.mask.data != nullptr ? load_flags<ALIGNED>(p.mask, b, t, inside) : inside;
-    const unsigned over = p.terminated.data != nullptr ? load_flags<ALIGNED>(p.terminated, b, t, inside) : 0u;
-    truncated[k] = p.truncated.data != nullptr ? load_flags<ALIGNED>(p.truncated, b, t, inside) & chosen & ~over : 0u;
+    const unsigned chosen = to_bits(raw_mask[k]), over = to_bits(raw_over[k]), cut_off = to_bits(raw_cut_off[k]);
+    truncated[k] = cut_off & chosen & ~over;
     selected |= chosen << k * kQuad;
-    cut |= (over | truncated[k]) << k * kQuad;
+    cut |= (over | cut_off) << k * kQuad;
   }
   if (PACKED) {
     const int64_t last_step = p.num_steps - 1;
@@ -508,20 +536,20 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
   for (int k = 0; k < kSegments; ++k) {
     const int64_t t = begin + k * kSegment + lane * kQuad;
     Sequence<N> of = uniform ? row : load_sequence<N>(p, sequence[k]);
-    Exact<N> map{identity<N>(), {}};
+    Exact<N> own{identity<N>(), {}};
 #pragma unroll
     for (int j = kQuad - 1; j >= 0; --j) {
       const int i = k * kQuad + j;
       if (PACKED && ends >> i & 1) {
         if (!uniform) of = load_sequence<N>(p, back_to(p, sequence[k], t + j));
 #pragma unroll
-        for (int n = 0; n < N; ++n) map.f[n] = -1.0f, map.d[n] = of.end;
+        for (int n = 0; n < N; ++n) own.map.f[n] = -1.0f, own.map.d[n] = of.end;
       }
-      if (selected >> i & 1) prepend(map, of, p.gamma, x[i], v[i], cut >> i & 1);
+      prepend<CLOSES>(own, of, p.gamma, x[i], v[i], selected >> i & 1, cut >> i & 1);
     }
-    map = scan(map, lane);
-    whole[k] = from_lane<N>(map, 0);
-    after_lane[k] = from_later_lane<N>(static_cast<const Map<N>&>(map), 1);
+    const Map<N> map = scan<CLOSES>(own, lane);
+    whole[k] = from_lane(map, 0);
+    after_lane[k] = from_later_lane(map, 1);
     if (lane == kWarp - 1) after_lane[k] = identity<N>();
   }
 
@@ -532,12 +560,12 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
   if (plan.row_warps > 1) {
     Map<N> map = whole[kSegments - 1];
 #pragma unroll
-    for (int k = kSegments - 2; k >= 0; --k) map = compose(whole[k], map);
+    for (int k = kSegments - 2; k >= 0; --k) map = compose<CLOSES>(whole[k], map);
     if (lane == 0) maps[warp] = map;
     __syncthreads();
     if (split) {
       if (warp == 0) {
-        Map<N> block = scan(lane < kWarps ? maps[lane] : identity<N>(), lane);
+        Map<N> block = scan<true, 1>(lane < kWarps ? maps[lane] : identity<N>(), lane);
         const int64_t later = plan.chunks - 1 - chunk;
         const int64_t words = tile * N;
         const bool windows = plan.chunks > kWindow;
@@ -549,12 +577,12 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
         map = identity<N>();
         if (lane < kWindow - 1 && lane < later) map = wait_for_map<N>(s.maps + words + (lane + 1) * N, 1);
         if (lane == kWindow - 1 && lane < later) map = wait_for_handed_on<N>(s.handed_on + words + kWindow * N, 1);
-        apply(scan(map, lane), c);
+        apply<true>(scan<true, 1>(map, lane), c);
         if (lane == 0) {
 #pragma unroll
           for (int n = 0; n < N; ++n) carry[n] = c[n];
           if (windows && block.f[0] >= 0.0f) {
-            apply(block, c);
+            apply<true>(block, c);
             publish_handed_on(s.handed_on + words, c, 1);
           }
         }
@@ -563,7 +591,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
 #pragma unroll
       for (int n = 0; n < N; ++n) c[n] = carry[n];
     }
-    for (int i = first_warp + plan.row_warps - 1; i > warp; --i) apply(maps[i], c);
+    for (int i = first_warp + plan.row_warps - 1; i > warp; --i) apply<CLOSES>(maps[i], c);
   }
 
   // --- Walk
@@ -574,8 +602,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
     float own[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) own[n] = c[n];
-    apply(after_lane[k], own);
-    apply(whole[k], c);
+    apply<CLOSES>(after_lane[k], own);
+    apply<CLOSES>(whole[k], c);
     float returns[kQuad];
 #pragma unroll
     for (int j = kQuad - 1; j >= 0; --j) {
@@ -585,20 +613,17 @@ __global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, cons
 #pragma unroll
         for (int n = 0; n < N; ++n) own[n] = of.end;
       }
-      float advantage[N] = {};
-      returns[j] = 0.0f;
-      if (selected >> i & 1) {
-        advance(own, advantage, of, p.gamma, x[i], v[i], cut >> i & 1);
-        returns[j] = advantage[N - 1] + v[i];
-      }
+      float advantage[N];
+      advance<CLOSES>(own, advantage, of, p.gamma, x[i], v[i], selected >> i & 1, cut >> i & 1);
       x[i] = advantage[0];
+      returns[j] = selected >> i & 1 ? advantage[N - 1] + v[i] : 0.0f;
     }
     const int64_t at = b * p.out_row_stride + t * p.out_time_stride;
     const bool in_row = PACKED || b < p.num_seqs;
     if (ALIGNED && in_row && t >= 0 && t + kQuad <= p.num_steps) {
       const int i = k * kQuad;
-      GAE_STORE(reinterpret_cast<float4*>(p.advantages + at), make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));
-      GAE_STORE(reinterpret_cast<float4*>(p.returns + at), make_float4(returns[0], returns[1], returns[2], returns[3]));
+      *reinterpret_cast<float4*>(p.advantages + at) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+      *reinterpret_cast<float4*>(p.returns + at) = make_float4(returns[0], returns[1], returns[2], returns[3]);
     } else if (in_row) {
 #pragma unroll
       for (int j = 0; j < kQuad; ++j) {
@@ -621,6 +646,33 @@ struct RowPlan {
 
 constexpr int kRowChunk = kRowWarps * kSteps;
 
+// `steps` positions of a row from t on, the rest 0: all loads first.
+template <typename T>
+__device__ __forceinline__ void load_steps_of(const T* data, int64_t stride, int steps, T (&out)[kSteps]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) out[i] = i < steps ? __ldcs(data + i * stride) : T{};
+}
+
+__device__ __forceinline__ void load_steps(const GaeTensor& x, int64_t b, int64_t t, int steps, float (&out)[kSteps]) {
+  const int64_t at = b * x.row_stride + t * x.time_stride;
+  if (x.dtype == Dtype::kFloat32)
+    return load_steps_of(static_cast<const float*>(x.data) + at, x.time_stride, steps, out);
+  unsigned short bits[kSteps];
+  load_steps_of(static_cast<const unsigned short*>(x.data) + at, x.time_stride, steps, bits);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) out[i] = half_to_float(x.dtype, bits[i]);
+}
+
+__device__ __forceinline__ unsigned load_bits(const GaeTensor& x, int64_t b, int64_t t, int steps) {
+  unsigned char bytes[kSteps];
+  load_steps_of(static_cast<const unsigned char*>(x.data) + b * x.row_stride + t * x.time_stride, x.time_stride, steps,
+                bytes);
+  unsigned bits = 0;
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) bits |= static_cast<unsigned>(bytes[i] != 0) << i;
+  return bits;
+}
+
 template <int N>
 __global__ void __launch_bounds__(kRowWarps* kWarp) by_rows(const GaeParams p, const Scratch s, const RowPlan plan) {
   __shared__ Map<N> maps[kRowWarps][kWarp];
@@ -633,20 +685,16 @@ __global__ void __launch_bounds__(kRowWarps* kWarp) by_rows(const GaeParams p, c
   const int64_t begin = chunk * kRowChunk + warp * kSteps;
 
   float x[kSteps], v[kSteps];
-  unsigned selected = 0, cut = 0, truncated = 0;
+  const int steps = b < p.num_seqs ? static_cast<int>(min(max(p.num_steps - begin, int64_t{0}), int64_t{kSteps})) : 0;
+  const unsigned inside = (1u << steps) - 1;
+  load_steps(p.rewards, b, begin, steps, x);
+  load_steps(p.values, b, begin, steps, v);
+  const unsigned selected = p.mask.data != nullptr ? load_bits(p.mask, b, begin, steps) : inside;
+  const unsigned over = p.terminated.data != nullptr ? load_bits(p.terminated, b, begin, steps) : 0u;
+  const unsigned cut_off = p.truncated.data != nullptr ? load_bits(p.truncated, b, begin, steps) : 0u;
+  const unsigned cut = over | cut_off, truncated = cut_off & selected & ~over;
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    const int64_t t = begin + i;
-    const bool inside = b < p.num_seqs && t < p.num_steps;
-    v[i] = inside ? load_float(p.values, b, t) : 0.0f;
-    x[i] = inside ? load_float(p.rewards, b, t) - v[i] : 0.0f;
-    const bool chosen = inside && (p.mask.data == nullptr || load_flag(p.mask, b, t));
-    const bool over = inside && p.terminated.data != nullptr && load_flag(p.terminated, b, t);
-    const bool cut_off = inside && p.truncated.data != nullptr && load_flag(p.truncated, b, t);
-    selected |= static_cast<unsigned>(chosen) << i;
-    cut |= static_cast<unsigned>(over || cut_off) << i;
-    truncated |= static_cast<unsigned>(chosen && cut_off && !over) << i;
-  }
+  for (int i = 0; i < kSteps; ++i) x[i] -= v[i];
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
     if (truncated >> i & 1) x[i] = fmaf(p.gamma, load_float(p.bootstrap_values, b, begin + i), x[i]);
@@ -656,9 +704,9 @@ __global__ void __launch_bounds__(kRowWarps* kWarp) by_rows(const GaeParams p, c
   Exact<N> own{identity<N>(), {}};
 #pragma unroll
   for (int i = kSteps - 1; i >= 0; --i) {
-    if (selected >> i & 1) prepend(own, row, p.gamma, x[i], v[i], cut >> i & 1);
+    prepend<true>(own, row, p.gamma, x[i], v[i], selected >> i & 1, cut >> i & 1);
   }
-  Map<N> map = own;
+  Map<N> map = own.map;
   maps[warp][lane] = map;
   __syncthreads();
 
@@ -670,7 +718,7 @@ __global__ void __launch_bounds__(kRowWarps* kWarp) by_rows(const GaeParams p, c
     const bool windows = plan.chunks > kRowWarps;
     const int64_t words = tile * N * kWarp + lane;
     if (warp == 0) {
-      for (int i = 1; i < kRowWarps; ++i) map = compose(map, maps[i][lane]);
+      for (int i = 1; i < kRowWarps; ++i) map = compose<true>(map, maps[i][lane]);
       publish_map(s.maps + words, map, kWarp);
     }
     if (warp < later) {
@@ -679,30 +727,26 @@ __global__ void __launch_bounds__(kRowWarps* kWarp) by_rows(const GaeParams p, c
                                                     : wait_for_handed_on<N>(s.handed_on + there, kWarp);
     }
     __syncthreads();
-    for (int i = static_cast<int>(later) - 1; i >= 0; --i) apply(later_maps[i][lane], c);
+    for (int i = static_cast<int>(later) - 1; i >= 0; --i) apply<true>(later_maps[i][lane], c);
     if (warp == 0 && windows) {
       float handed_on[N];
 #pragma unroll
       for (int n = 0; n < N; ++n) handed_on[n] = c[n];
-      apply(map, handed_on);
+      apply<true>(map, handed_on);
       publish_handed_on(s.handed_on + words, handed_on, kWarp);
     }
   }
-  for (int i = kRowWarps - 1; i > warp; --i) apply(maps[i][lane], c);
+  for (int i = kRowWarps - 1; i > warp; --i) apply<true>(maps[i][lane], c);
 
 #pragma unroll
   for (int i = kSteps - 1; i >= 0; --i) {
-    float advantage[N] = {};
-    float returned = 0.0f;
-    if (selected >> i & 1) {
-      advance(c, advantage, row, p.gamma, x[i], v[i], cut >> i & 1);
-      returned = advantage[N - 1] + v[i];
-    }
+    float advantage[N];
+    advance<true>(c, advantage, row, p.gamma, x[i], v[i], selected >> i & 1, cut >> i & 1);
     x[i] = advantage[0];
     if (b < p.num_seqs && begin + i < p.num_steps) {
       const int64_t at = b * p.out_row_stride + (begin + i) * p.out_time_stride;
       p.advantages[at] = advantage[0];
-      p.returns[at] = returned;
+      p.returns[at] = selected >> i & 1 ? advantage[N - 1] + v[i] : 0.0f;
     }
   }
   if (s.partial != nullptr) write_moments(x, selected, s.partial + tile);
@@ -784,9 +828,11 @@ void start(const GaeParams& p, uint64_t stream) {
     launch("gae by rows", by_rows<N>, blocks, kRowWarps * kWarp, stream, p, s, rows);
   } else {
     const bool aligned = quads_aligned(p);
-    const auto kernel = packed    ? aligned ? by_time<N, true, true> : by_time<N, true, false>
-                        : aligned ? by_time<N, false, true>
-                                  : by_time<N, false, false>;
+    const bool closes = p.terminated.data != nullptr || p.truncated.data != nullptr;
+    const auto kernel = packed    ? aligned ? by_time<N, true, true, true> : by_time<N, true, false, true>
+                        : !closes ? aligned ? by_time<N, false, true, false> : by_time<N, false, false, false>
+                        : aligned ? by_time<N, false, true, true>
+                                  : by_time<N, false, false, true>;
     launch("gae by time", kernel, blocks, kWarps * kWarp, stream, p, s, time);
   }
   if (p.moments != nullptr) merge_moments_cuda(s.partial, blocks, p.moments, stream);
