@@ -16,22 +16,17 @@
 //
 // Legend: b sequence, t position, n chain (0: advantages; 1: those that returns are made of, where lam_returns is
 // given).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
-#include <cfloat>
 
 #include "common/cuda_utils.h"
 #include "gae/gae.h"
+#include "gae/maps.cuh"
+#include "gae/positions.cuh"
 #include "gae/whiten.h"
 
 namespace fastppo {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr unsigned kAll = 0xffffffffu;
-constexpr int kQuad = 4;
 constexpr int kSegment = kWarp * kQuad;
 constexpr int kSegments = 2;
 constexpr int kWarps = 8;    // by_time
@@ -39,367 +34,13 @@ constexpr int kWindow = 32;  // chunks that a block looks back at: one per lane
 constexpr int kSteps = 8;
 constexpr int kRowWarps = 16;  // by_rows; and the chunks that a block looks back at: one per warp
 
-// --- Maps ---
-
-// c -> f * c + d, of each of N chains; where f < 0, closed: c -> d, whatever c was.
-template <int N>
-struct Map {
-  float f[N];
-  float d[N];
-};
-
-template <int N>
-__device__ __forceinline__ Map<N> identity() {
-  Map<N> map;
-#pragma unroll
-  for (int n = 0; n < N; ++n) map.f[n] = 1.0f, map.d[n] = 0.0f;
-  return map;
-}
-
-// A product of factors above 0 stays above 0, as it does along a walk: 0 * inf would be a NaN. So it is at least this.
-__device__ __forceinline__ float smallest(float a, float b) {
-  return fminf(fminf(a, b), FLT_MIN);
-}
-
-// `map` of what `later`, later in time, hands on; without CLOSES neither is closed. By selects: lanes differ.
-template <bool CLOSES, int N>
-__device__ __forceinline__ Map<N> compose(Map<N> map, const Map<N>& later) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const bool closed = CLOSES && map.f[n] < 0.0f;
-    const float f = fmaxf(map.f[n] * later.f[n], smallest(map.f[n], later.f[n]));
-    const float d = fmaf(map.f[n], later.d[n], map.d[n]);
-    map.d[n] = closed ? map.d[n] : d;
-    map.f[n] = closed || (CLOSES && later.f[n] < 0.0f) ? -1.0f : f;
-  }
-  return map;
-}
-
-template <bool CLOSES, int N>
-__device__ __forceinline__ void apply(const Map<N>& map, float (&c)[N]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float handed_on = fmaf(map.f[n], c[n], map.d[n]);
-    c[n] = CLOSES && map.f[n] < 0.0f ? map.d[n] : handed_on;
-  }
-}
-
-template <int N>
-__device__ __forceinline__ Map<N> from_lane(Map<N> map, int lane) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    map.f[n] = __shfl_sync(kAll, map.f[n], lane);
-    map.d[n] = __shfl_sync(kAll, map.d[n], lane);
-  }
-  return map;
-}
-
-template <int N>
-__device__ __forceinline__ Map<N> from_later_lane(Map<N> map, int width) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    map.f[n] = __shfl_down_sync(kAll, map.f[n], width);
-    map.d[n] = __shfl_down_sync(kAll, map.d[n], width);
-  }
-  return map;
-}
-
-// Each lane's map composed with those of all later lanes.
-template <bool CLOSES, int FIRST, int N>
-__device__ __forceinline__ Map<N> scan(Map<N> map, int lane) {
-#pragma unroll
-  for (int width = FIRST; width < kWarp; width *= 2) {
-    const Map<N> later = from_later_lane(map, width);
-    const Map<N> both = compose<CLOSES>(map, later);
-    if (lane + width < kWarp) map = both;
-  }
-  return map;
-}
-
-// A map whose f is f + low. Powers of one decay round alike wherever they are formed, so that the power of 128 as a
-// product of products would be wrong by dozens of roundings, and all sums that it goes into in the same direction. The
-// first products matter: each rounding is multiplied by the number of times that the product is used.
-template <int N>
-struct Exact {
-  Map<N> map;
-  float low[N];
-};
-
-template <int N>
-__device__ __forceinline__ void multiply(Exact<N>& x, int n, float f, float low) {
-  const float rounded = __fmul_rn(x.map.f[n], f);  // never contracted
-  const float rest = fmaf(x.map.f[n], f, -rounded) + fmaf(x.low[n], f, x.map.f[n] * low);
-  const float high = rounded + rest;
-  x.map.f[n] = fmaxf(high, smallest(x.map.f[n], f));
-  x.low[n] = rounded - high + rest;
-}
-
-// The same as the scan above, exactly as far as four lanes.
-template <bool CLOSES, int N>
-__device__ __forceinline__ Map<N> scan(Exact<N> x, int lane) {
-#pragma unroll
-  for (int width = 1; width < 4; width *= 2) {
-    const Map<N> later = from_later_lane(x.map, width);
-    const Map<N> map = compose<CLOSES>(x.map, later);
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      const float low = __shfl_down_sync(kAll, x.low[n], width);
-      if (lane + width < kWarp) {
-        const bool open = !CLOSES || map.f[n] >= 0.0f;
-        multiply(x, n, later.f[n], low);
-        x.map.f[n] = open ? x.map.f[n] : -1.0f;
-        x.map.d[n] = map.d[n];
-      }
-    }
-  }
-  return scan<CLOSES, 4>(x.map, lane);
-}
-
-// --- Inputs ---
-
-__device__ __forceinline__ float load_float(const GaeTensor& x, int64_t b, int64_t t) {
-  const int64_t at = b * x.row_stride + t * x.time_stride;
-  switch (x.dtype) {
-    case Dtype::kFloat16:
-      return __half2float(static_cast<const __half*>(x.data)[at]);
-    case Dtype::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(x.data)[at]);
-    default:
-      return static_cast<const float*>(x.data)[at];
-  }
-}
-
-__device__ __forceinline__ bool load_flag(const GaeTensor& x, int64_t b, int64_t t) {
-  return static_cast<const uint8_t*>(x.data)[b * x.row_stride + t * x.time_stride] != 0;
-}
-
-// Four positions as they lie in memory, or as float32 where they do not lie side by side. Loads and what is made of
-// them stand apart: all of a lane's are to be in flight before the first one is waited for.
-struct RawFloats {
-  uint4 bits;
-  bool as_they_lie;
-};
-
-// Positions t to t + 3, of which the bits of `inside` are there; 0 where not.
-template <bool ALIGNED>
-__device__ __forceinline__ RawFloats load_floats(const GaeTensor& x, int64_t b, int64_t t, unsigned inside) {
-  RawFloats raw{{0, 0, 0, 0}, ALIGNED && inside == 0xf};
-  if (raw.as_they_lie) {
-    const int64_t at = b * x.row_stride + t;
-    if (x.dtype == Dtype::kFloat32) {
-      raw.bits = __ldcs(reinterpret_cast<const uint4*>(static_cast<const float*>(x.data) + at));
-    } else {
-      const uint2 four = __ldcs(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(x.data) + at));
-      raw.bits.x = four.x, raw.bits.y = four.y;
-    }
-  } else if (inside != 0) {
-    raw.bits.x = inside & 1 ? __float_as_uint(load_float(x, b, t)) : 0;
-    raw.bits.y = inside & 2 ? __float_as_uint(load_float(x, b, t + 1)) : 0;
-    raw.bits.z = inside & 4 ? __float_as_uint(load_float(x, b, t + 2)) : 0;
-    raw.bits.w = inside & 8 ? __float_as_uint(load_float(x, b, t + 3)) : 0;
-  }
-  return raw;
-}
-
-__device__ __forceinline__ float half_to_float(Dtype dtype, unsigned bits) {
-  return dtype == Dtype::kFloat16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits)))
-                                  : __uint_as_float(bits << 16);
-}
-
-__device__ __forceinline__ void convert(const RawFloats& raw, Dtype dtype, float (&out)[kQuad]) {
-  out[0] = __uint_as_float(raw.bits.x), out[1] = __uint_as_float(raw.bits.y);
-  out[2] = __uint_as_float(raw.bits.z), out[3] = __uint_as_float(raw.bits.w);
-  if (raw.as_they_lie && dtype != Dtype::kFloat32) {
-    out[0] = half_to_float(dtype, raw.bits.x & 0xffff), out[1] = half_to_float(dtype, raw.bits.x >> 16);
-    out[2] = half_to_float(dtype, raw.bits.y & 0xffff), out[3] = half_to_float(dtype, raw.bits.y >> 16);
-  }
-}
-
-// A byte per position t to t + 3; 0 where it is not inside.
-template <bool ALIGNED>
-__device__ __forceinline__ unsigned load_flags(const GaeTensor& x, int64_t b, int64_t t, unsigned inside) {
-  if (ALIGNED && inside == 0xf) {
-    return __ldcs(reinterpret_cast<const unsigned*>(static_cast<const uint8_t*>(x.data) + b * x.row_stride + t));
-  }
-  unsigned bytes = 0;
-#pragma unroll
-  for (int j = 0; j < kQuad; ++j) {
-    if (inside >> j & 1) bytes |= static_cast<unsigned>(load_flag(x, b, t + j)) << 8 * j;
-  }
-  return bytes;
-}
-
-// A bit for each byte that is not 0: the highest one of each, then these side by side.
-__device__ __forceinline__ unsigned to_bits(unsigned bytes) {
-  const unsigned set = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) >> 7 & 0x01010101u;
-  return set * 0x01020408u >> 24 & 0xfu;
-}
-
-// --- Packed sequences ---
-
-__device__ __forceinline__ int64_t offset(const GaeParams& p, int64_t b) {
-  const int64_t at =
-      p.cu_seqlens_int64 ? static_cast<const int64_t*>(p.cu_seqlens)[b] : static_cast<const int32_t*>(p.cu_seqlens)[b];
-  // The contents are not checked on the device by default: a wrong offset may give wrong numbers, not a wild access.
-  return min(max(at, int64_t{0}), p.num_steps);
-}
-
-__device__ __forceinline__ int64_t sequence_within(const GaeParams& p, int64_t t) {
-  return min(max(t, int64_t{0}), p.num_seqs - 1);
-}
-
-// The sequence of position t, found by all lanes of a warp: the last one that begins at or before it.
-__device__ __forceinline__ int64_t find_sequence(const GaeParams& p, int64_t t, int lane) {
-  int64_t begun = 0, left = p.num_seqs + 1;  // the answer is in [begun, begun + left] of the offsets
-  while (left > 0) {
-    const int64_t part = (left + kWarp - 1) / kWarp;
-    const int64_t last = (lane + 1) * part - 1;
-    const int parts = __popc(__ballot_sync(kAll, last < left && offset(p, begun + last) <= t));
-    begun += parts * part;
-    left = min(part - 1, left - parts * part);
-  }
-  return sequence_within(p, begun - 1);
-}
-
-// The same for a lane of its own, between two sequences that are known to enclose it.
-__device__ __forceinline__ int64_t find_sequence_between(const GaeParams& p, int64_t t, int64_t low, int64_t high) {
-  while (low < high) {
-    const int64_t middle = (low + high + 1) / 2;
-    if (offset(p, middle) <= t) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
-}
-
-// The sequence of a position at or before one of sequence b.
-__device__ __forceinline__ int64_t back_to(const GaeParams& p, int64_t b, int64_t t) {
-  while (b > 0 && offset(p, b) > t) --b;
-  return b;
-}
-
-// What is of a sequence and not of a position.
-template <int N>
-struct Sequence {
-  float decay[N];
-  float end;  // c after the last position
-};
-
-template <int N>
-__device__ __forceinline__ Sequence<N> load_sequence(const GaeParams& p, int64_t b) {
-  Sequence<N> s;
-  s.decay[0] = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b] : p.lam);
-  if (N == 2) s.decay[N - 1] = p.gamma * (p.lam_returns_per_seq != nullptr ? p.lam_returns_per_seq[b] : p.lam_returns);
-  s.end = p.final_values.data != nullptr ? p.gamma * load_float(p.final_values, b, 0) : 0.0f;
-  return s;
-}
-
-// --- One position ---
-
-// A position's map, with reward - value = x (plus gamma * bootstrap where cut), put before that of later ones.
-template <bool CLOSES, int N>
-__device__ __forceinline__ void prepend(Exact<N>& later, const Sequence<N>& s, float gamma, float x, float v,
-                                        bool selected, bool cut) {
-  Exact<N> all = later;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float d = fmaf(s.decay[n], x, gamma * v);
-    const float joined = fmaf(s.decay[n], later.map.d[n], d);
-    const bool closed = CLOSES && (cut || later.map.f[n] < 0.0f);
-    multiply(all, n, s.decay[n], 0.0f);
-    later.map.d[n] = selected ? (CLOSES && cut ? d : joined) : later.map.d[n];
-    later.map.f[n] = selected ? (closed ? -1.0f : all.map.f[n]) : later.map.f[n];
-    later.low[n] = selected ? all.low[n] : later.low[n];
-  }
-}
-
-// The advantage of that position, 0 where it is not selected, when c comes from what is later; then c is what it hands
-// on.
-template <bool CLOSES, int N>
-__device__ __forceinline__ void advance(float (&c)[N], float (&advantage)[N], const Sequence<N>& s, float gamma,
-                                        float x, float v, bool selected, bool cut) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const float own = CLOSES && cut ? x : x + c[n];
-    c[n] = selected ? fmaf(s.decay[n], own, gamma * v) : c[n];
-    advantage[n] = selected ? own : 0.0f;
-  }
-}
-
-// --- Chunks of a row, in blocks that wait for each other ---
-
-// Words that begin as 0 and are written once, whole: what they hold needs no fence.
+// What blocks leave for each other, and for the moments of all.
 struct Scratch {
   unsigned* ticket;               // null where every row is one chunk
   unsigned long long* maps;       // of chunks
   unsigned long long* handed_on;  // c of chunks, where a row has more of them than a window
-  Moments* partial;               // of chunks; null where they are not asked for
+  Moments* partial;               // of blocks; null where they are not asked for
 };
-
-__device__ __forceinline__ unsigned long long wait_for(const unsigned long long* word) {
-  unsigned long long bits;
-  do {
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(bits) : "l"(word) : "memory");
-  } while (bits == 0);
-  return bits;
-}
-
-__device__ __forceinline__ void publish(unsigned long long* word, unsigned high, float low) {
-  const unsigned long long bits = static_cast<unsigned long long>(high) << 32 | __float_as_uint(low);
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(bits) : "memory");
-}
-
-// A chunk's words are `stride` apart from those of the next one; chain n's are n * stride / N further.
-template <int N>
-__device__ __forceinline__ void publish_map(unsigned long long* words, const Map<N>& map, int64_t apart) {
-  // One more than f's bits, which are never those of a NaN, is not 0.
-#pragma unroll
-  for (int n = 0; n < N; ++n) publish(words + n * apart, __float_as_uint(map.f[n]) + 1, map.d[n]);
-}
-
-template <int N>
-__device__ __forceinline__ Map<N> wait_for_map(const unsigned long long* words, int64_t apart) {
-  Map<N> map;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    const unsigned long long bits = wait_for(words + n * apart);
-    map.f[n] = __uint_as_float(static_cast<unsigned>(bits >> 32) - 1);
-    map.d[n] = __uint_as_float(static_cast<unsigned>(bits));
-  }
-  return map;
-}
-
-template <int N>
-__device__ __forceinline__ void publish_handed_on(unsigned long long* words, const float (&c)[N], int64_t apart) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) publish(words + n * apart, 1, c[n]);
-}
-
-template <int N>
-__device__ __forceinline__ Map<N> wait_for_handed_on(const unsigned long long* words, int64_t apart) {
-  Map<N> map;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    map.f[n] = -1.0f;
-    map.d[n] = __uint_as_float(static_cast<unsigned>(wait_for(words + n * apart)));
-  }
-  return map;
-}
-
-__global__ void __launch_bounds__(1024) clear(unsigned long long* words, int64_t count) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count) words[i] = 0;
-}
-
-// The number of this block's turn: blocks that have one of a lower number have begun.
-__device__ __forceinline__ int64_t take_ticket(unsigned* ticket) {
-  __shared__ unsigned taken;
-  if (threadIdx.x == 0) taken = atomicAdd(ticket, 1u);
-  __syncthreads();
-  return taken;
-}
 
 // --- Whitening: count, mean and squares of a block's advantages ---
 
@@ -445,8 +86,17 @@ struct TimePlan {
   __host__ __device__ int64_t chunk_size() const { return int64_t{row_warps} * kSegments * kSegment; }
 };
 
+// Blocks that a multiprocessor should hold, so that some load while others compose: what this leaves in registers.
+#ifndef GAE_MIN
+#define GAE_MIN 1
+#endif
+constexpr int min_blocks(int chains, bool packed) {
+  return GAE_MIN ? (packed ? 5 - chains : 6 - chains) : 1;
+}
+
 template <int N, bool PACKED, bool ALIGNED, bool CLOSES>
-__global__ void __launch_bounds__(kWarps* kWarp) by_time(const GaeParams p, const Scratch s, const TimePlan plan) {
+__global__ void __launch_bounds__(kWarps* kWarp, min_blocks(N, PACKED))
+    by_time(const GaeParams p, const Scratch s, const TimePlan plan) {
   __shared__ Map<N> maps[kWarps];
   __shared__ float carry[N];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
