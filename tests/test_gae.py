@@ -29,8 +29,8 @@ BACKENDS = ["cpu", "torch", pytest.param("cuda", marks=pytest.mark.gpu)]
 # What takes few kernels: Triton compiles one for each set of options. interpreted/test_gae.py has the others.
 ALL_BACKENDS = [*BACKENDS, pytest.param("triton", marks=pytest.mark.gpu)]
 
-# CPU: vectors of 16 positions, tiles of 128, 4 or 8 sequences side by side; 16 in lanes where time-major. CUDA: quads of
-# positions, segments of 128; test_gpu_gae.py has longer rows.
+# CPU: vectors of 16 positions, tiles of 128, 4 or 8 sequences side by side; 16 in lanes where time-major. CUDA: quads
+# of positions, segments of 128; test_gpu_gae.py has longer rows.
 SHAPES = {
     "one": (1, 1),
     "part-of-a-group": (3, 5),
