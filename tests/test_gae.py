@@ -26,9 +26,11 @@ from fastppo.reference.advantages import whiten as whiten_definition
 from fastppo.reference.gae import gae as definition
 
 BACKENDS = ["cpu", "torch", pytest.param("cuda", marks=pytest.mark.gpu)]
+# What takes few kernels: Triton compiles one for each set of options. interpreted/test_gae.py has the others.
+ALL_BACKENDS = [*BACKENDS, pytest.param("triton", marks=pytest.mark.gpu)]
 
-# CPU: vectors of 16 positions, tiles of 128, 4 or 8 sequences side by side; 16 in lanes where time-major. CUDA: a warp
-# per sequence, tiles of 32.
+# CPU: vectors of 16 positions, tiles of 128, 4 or 8 sequences side by side; 16 in lanes where time-major. CUDA: quads
+# of positions, segments of 128; test_gpu_gae.py has longer rows.
 SHAPES = {
     "one": (1, 1),
     "part-of-a-group": (3, 5),
@@ -157,7 +159,7 @@ class Case:
 
 
 def device_of(backend: str) -> str:
-    return "cuda" if backend == "cuda" else "cpu"
+    return "cuda" if backend in ("cuda", "triton") else "cpu"
 
 
 def close(output: GAEOutput, expected: tuple[np.ndarray, np.ndarray], dtype: torch.dtype = torch.float32) -> None:
@@ -245,7 +247,7 @@ def test_layouts(
     close(output, case.expected())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("steps", [9, 48])
 @pytest.mark.parametrize("which", ["rewards", "values", "mask", "terminated"])
 @pytest.mark.parametrize("dim", [0, 1])
@@ -271,7 +273,7 @@ def test_dtypes_in_any_mix(rewards: torch.dtype, values: torch.dtype, backend: s
     close(gae(**case.arguments(device=device_of(backend)), backend=backend), case.expected())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_every_float16_is_read_exactly(backend: str) -> None:
     """Subnormals, infinities and NaN included: with gamma 0 and value 0 the advantage is the reward."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -285,7 +287,7 @@ def test_every_float16_is_read_exactly(backend: str) -> None:
         torch.testing.assert_close(got, one.float(), equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("wide", ["rewards", "values", "bootstrap_values"])
 def test_float64_goes_to_the_reference(wide: str, backend: str) -> None:
     case = Case((3, 40), OPTIONS["everything"])
@@ -293,7 +295,7 @@ def test_float64_goes_to_the_reference(wide: str, backend: str) -> None:
     close(gae(**case.arguments(device=device_of(backend)), backend=backend), case.expected(), torch.float64)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize(
     "dtype", [torch.bool, torch.uint8, torch.int8, torch.int64, torch.float32, torch.bfloat16], ids=str
 )
@@ -308,7 +310,7 @@ def test_flags_of_any_dtype_are_true_where_not_zero(dtype: torch.dtype, backend:
     close(gae(**case.arguments(device=device_of(backend)), backend=backend), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)], ids=str)
 def test_empty(shape: tuple[int, int], backend: str) -> None:
     empty = torch.zeros(shape, device=device_of(backend))
@@ -327,7 +329,7 @@ def test_empty_packed(offsets: list[int], backend: str) -> None:
 # --- Known values and what the mask means -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_value_of_padding_is_not_the_next_value(backend: str) -> None:
     device = device_of(backend)
     rewards, values, mask = (torch.tensor(x, device=device) for x in ([0.0, 1, 0], [0.0, 0, 100], [1, 1, 0]))
@@ -352,7 +354,7 @@ def test_unselected_positions_reach_nothing(shape: tuple[int, int], garbage: flo
     same_bits(gae(**case.arguments(device=device), backend=backend), clean)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_a_sequence_without_selected_positions_reads_no_bootstrap_value(backend: str) -> None:
     device = device_of(backend)
     rewards = torch.full((2, 40), torch.nan, device=device)
@@ -366,7 +368,7 @@ def test_a_sequence_without_selected_positions_reads_no_bootstrap_value(backend:
     assert output.advantages[1].tolist() == list(range(40, 0, -1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_tool_output_between_two_turns_vanishes(backend: str) -> None:
     device = device_of(backend)
     rewards, values = torch.randn(100, device=device), torch.randn(100, device=device)
@@ -379,7 +381,7 @@ def test_tool_output_between_two_turns_vanishes(backend: str) -> None:
     torch.testing.assert_close(whole.returns[mask], cut.returns, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
 def test_nothing_crosses_an_episodes_end(poison: float, backend: str) -> None:
     """Two episodes in one row: not even a NaN of the second reaches the first, at every place within a tile."""
@@ -403,7 +405,7 @@ def test_nothing_crosses_an_episodes_end(poison: float, backend: str) -> None:
         assert torch.equal(output.returns[1, : end + 1], left + 10.0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_full_shape_and_per_sequence_bootstrap_of_one_token_sequences_agree(backend: str) -> None:
     """[T] and [B] are the same shape here; both readings must give the same."""
     device = device_of(backend)
@@ -421,7 +423,7 @@ def test_full_shape_and_per_sequence_bootstrap_of_one_token_sequences_agree(back
     assert gae(x, x, **options).advantages.tolist() == [0.5, 1.0, 1.5]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_a_full_shape_bootstrap_without_truncated_is_read_nowhere(backend: str) -> None:
     case = Case((3, 9), ())
     arguments = case.arguments(device=device_of(backend))
@@ -429,7 +431,7 @@ def test_a_full_shape_bootstrap_without_truncated_is_read_nowhere(backend: str) 
     same_bits(gae(**arguments, bootstrap_values=bootstrap, backend=backend), gae(**arguments, backend=backend))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_whiten(backend: str) -> None:
     case = Case((6, 30), OPTIONS["everything"])
     arguments = case.arguments(device=device_of(backend))
@@ -666,14 +668,14 @@ def test_autocast_changes_nothing(whiten: bool) -> None:
     same_bits(inside, gae(**arguments))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_no_gradient_flows(backend: str) -> None:
     x = torch.randn(3, 4, device=device_of(backend), requires_grad=True)
     for output in gae(x * 2, x, gamma=0.9, lam=0.9, backend=backend):
         assert not output.requires_grad
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_inputs_are_left_as_they_are(backend: str) -> None:
     arguments = Case((5, 40), OPTIONS["everything"]).arguments(device=device_of(backend))
     before = {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
