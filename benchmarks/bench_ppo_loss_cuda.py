@@ -33,6 +33,9 @@ PEER_US = {
     ("65536", "fwd+bwd", "wall", "torch eager"): 1131, ("65536", "fwd+bwd", "wall", "torch.compile"): 920,
 }  # fmt: skip
 
+# A token in a million may lie so near a bound of the clipping that the last bit decides whether it has a gradient.
+KINKS = 1e-6
+
 PEERS: dict[str, Callable[[Loss], Loss]] = {
     "torch eager": lambda loss: loss,
     "torch.compile": lambda loss: torch.compile(loss, dynamic=False),
@@ -75,7 +78,7 @@ def test_ppo_loss(
         calls["ours"], calls["peer"], expected=calls["right"][0], op="ppo_loss", direction=direction, shape=shape,
         dtype="float32", peer_name=peer, bytes_moved=size if clock == "graph" else None, clock=clock,
         target=peer_us and target_us and peer_us / target_us, target_us=target_us, atol=1e-7,
-        backend=backend("ppo_loss"),
+        kinks=KINKS, backend=backend("ppo_loss"),
     )  # fmt: skip
 
 
@@ -92,7 +95,8 @@ def test_more_losses(op: str, peer: str, compare: Callable[..., None], num_sets:
     compare(
         *([forward_and_backward(loss, *x) for x in batches] for loss in (ours, PEERS[peer](theirs))),
         expected=forward_and_backward(theirs, *batches[0]), op=op, direction="fwd+bwd", shape=str(tokens),
-        dtype="float32", peer_name=peer, bytes_moved=size, atol=1e-7, backend=backend(op.split()[0]),
+        dtype="float32", peer_name=peer, bytes_moved=size, atol=1e-7, kinks=KINKS,
+        backend=backend(op.split()[0]),
     )  # fmt: skip
 
 
