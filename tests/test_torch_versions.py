@@ -1,5 +1,5 @@
-"""One built module, two versions of torch: csrc sees no header of it. The ops' tests run on the module that is installed
-here, under the oldest torch that pyproject.toml allows."""
+"""One built module, two versions of torch: csrc sees no header of it. The ops' tests run on the module that is
+installed here, under the oldest torch that pyproject.toml allows."""
 
 import os
 import re
