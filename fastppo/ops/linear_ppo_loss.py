@@ -5,7 +5,7 @@ row of dlogits, depends neither on how many tokens the step has nor on the chunk
 are taken of the whole call first.
 """
 
-from __future__ import annotations  # the compiler of torch 2.8 takes no inner function with others
+from __future__ import annotations  # with evaluated ones torch 2.8 compiles no inner function
 
 from typing import Literal
 
