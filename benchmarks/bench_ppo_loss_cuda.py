@@ -23,13 +23,16 @@ from device import backend
 from shapes import LOSSES_CUDA, TINY
 from torch import Tensor
 
-# Microseconds on the card in conftest.TARGET_CARD: what ours must reach, and the peers as measured beside it.
+# Microseconds on the card in conftest.TARGET_CARD: what ours must reach, and the peers as measured there, whose ratio to
+# it counts on another card.
 TARGET_US = {
     ("4194304", "fwd", "graph"): 38, ("4194304", "fwd+bwd", "graph"): 52, ("65536", "fwd+bwd", "graph"): 8,
     ("65536", "fwd+bwd", "wall"): 100,
 }  # fmt: skip
 PEER_US = {
-    ("4194304", "fwd+bwd", "graph", "torch eager"): 1046, ("4194304", "fwd+bwd", "graph", "torch.compile"): 645,
+    ("4194304", "fwd", "graph", "torch eager"): 381,
+    ("4194304", "fwd+bwd", "graph", "torch eager"): 788, ("4194304", "fwd+bwd", "graph", "torch.compile"): 63,
+    ("65536", "fwd+bwd", "graph", "torch eager"): 157, ("65536", "fwd+bwd", "graph", "torch.compile"): 11.6,
     ("65536", "fwd+bwd", "wall", "torch eager"): 1131, ("65536", "fwd+bwd", "wall", "torch.compile"): 920,
 }  # fmt: skip
 
@@ -77,8 +80,9 @@ def test_ppo_loss(
     compare(
         calls["ours"], calls["peer"], expected=calls["right"][0], op="ppo_loss", direction=direction, shape=shape,
         dtype="float32", peer_name=peer, bytes_moved=size if clock == "graph" else None, clock=clock,
-        target=peer_us and target_us and peer_us / target_us, target_us=target_us, atol=1e-7,
-        kinks=KINKS, backend=backend("ppo_loss"),
+        target=peer_us and target_us and peer_us / target_us, target_us=target_us, atol=1e-7, kinks=KINKS,
+        # Compiled, forward leaves all of the gradient to backward.
+        is_bound=direction == "fwd" and peer == "torch.compile", backend=backend("ppo_loss"),
     )  # fmt: skip
 
 
