@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fastppo
 
-# Microseconds on the card in conftest.TARGET_CARD: what ours must reach, and the peers as measured there, whose ratio to
-# it counts on another card.
+# Microseconds on the card in conftest.TARGET_CARD: what ours must reach, and the peers as measured there; the ratio
+# counts on another card.
 TARGET_US = {"512x2048": 12, "32x32768": 14, "8192x1024": 58, "1x131072": 10}
 PEER_US = {
     ("512x2048", "torch loop"): 208_000,

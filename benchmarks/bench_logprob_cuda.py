@@ -13,8 +13,8 @@ from peers import flash_attn_logprob, liger_logprob, quack_logprob, trl_logprob
 from shapes import LOGPROB_CUDA, TINY
 from torch import Tensor
 
-# Microseconds on the card in conftest.TARGET_CARD: what ours must reach, and the peers as measured there, whose ratio to
-# it counts on another card.
+# Microseconds on the card in conftest.TARGET_CARD: what ours must reach, and the peers as measured there; the ratio
+# counts on another card.
 TARGET_US = {
     ("8192x151936", "fwd"): 860, ("8192x151936", "fwd+bwd"): 2580,
     ("8192x128256", "fwd"): 710, ("8192x128256", "fwd+bwd"): 2190,

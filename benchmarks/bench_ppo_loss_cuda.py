@@ -23,8 +23,8 @@ from device import backend
 from shapes import LOSSES_CUDA, TINY
 from torch import Tensor
 
-# Microseconds on the card in conftest.TARGET_CARD: what ours must reach, and the peers as measured there, whose ratio to
-# it counts on another card.
+# Microseconds on the card in conftest.TARGET_CARD: what ours must reach, and the peers as measured there; the ratio
+# counts on another card.
 TARGET_US = {
     ("4194304", "fwd", "graph"): 38, ("4194304", "fwd+bwd", "graph"): 52, ("65536", "fwd+bwd", "graph"): 8,
     ("65536", "fwd+bwd", "wall"): 100,
