@@ -178,15 +178,22 @@ def test_each_instruction_set_runs_in_a_process_of_its_own(
         assert written.parent == (tmp_path / folder if folder else ROOT / "benchmarks" / "baselines")
 
 
-# What the GPU rows need of torch.cuda, with the CPU's clock: a graph replays by sleeping as long as its capture took.
+# What the GPU rows need of torch.cuda, on a clock that only `sleep` moves: a graph replays by sleeping as long as its
+# capture took.
 FAKE_CUDA = """
-import os, time
+import os
 from types import SimpleNamespace
 import torch
 
+now = 0.0
+
+def sleep(seconds):
+    global now
+    now += seconds
+
 class Event:
     def __init__(self, enable_timing): assert enable_timing
-    def record(self): self.time = time.perf_counter()
+    def record(self): self.time = now
     def synchronize(self): pass
     def elapsed_time(self, end): return 1e3 * (end.time - self.time)
 
@@ -196,12 +203,12 @@ class Stream:
     def __exit__(self, *error): pass
 
 class CUDAGraph:
-    def replay(self): time.sleep(self.seconds)
+    def replay(self): sleep(self.seconds)
 
 class graph:
     def __init__(self, graph, stream): self.graph = graph
-    def __enter__(self): self.begin = time.perf_counter()
-    def __exit__(self, *error): self.graph.seconds = time.perf_counter() - self.begin
+    def __enter__(self): self.begin = now
+    def __exit__(self, *error): self.graph.seconds = now - self.begin
 
 nothing = lambda *_: None
 vars(torch.cuda).update(
@@ -210,18 +217,19 @@ vars(torch.cuda).update(
     get_device_properties=lambda: SimpleNamespace(L2_cache_size=1 << 20), reset_peak_memory_stats=nothing,
     memory_allocated=lambda: 1 << 20, max_memory_allocated=lambda: 3 << 20,
 )
-import device
+import device, measure
 device.copy_gbps = lambda: 4.0
+measure.time = SimpleNamespace(sleep=sleep, perf_counter=lambda: now)
 """
 
 GPU_BENCH = """
-import time
 import pytest
 import torch
+from fake_cuda import sleep
 
 def sleeps(seconds, value, sets):
     def call():
-        time.sleep(seconds)
+        sleep(seconds)
         return torch.tensor([value])
     return [call] * sets
 
@@ -250,7 +258,7 @@ def gpu_suite(folder: Path, card: str) -> tuple[str, list[dict[str, Any]]]:
     stored = json.loads((folder / "rows.json").read_text())
     assert stored["machine_info"]["name"] == machine.slug(card)
     for row in stored["benchmarks"]:
-        assert row["stats"]["median"] == pytest.approx(0.5, rel=0.1)
+        assert row["stats"]["median"] == pytest.approx(0.5)
     return done.stdout, [row["extra_info"] for row in stored["benchmarks"]]
 
 
@@ -258,13 +266,13 @@ def test_a_gpu_row_is_the_devices_time_of_one_call(tmp_path: Path) -> None:
     printed, rows = gpu_suite(tmp_path, "NVIDIA H100 80GB HBM3")
     assert [row["peer"] for row in rows] == ["right", "wrong", "waiting", "right"]
     for row in rows:
-        assert row["ours_us"] == pytest.approx(4000, rel=0.2) and row["peer_us"] == pytest.approx(8000, rel=0.2)
+        assert row["ours_us"] == pytest.approx(4000) and row["peer_us"] == pytest.approx(8000)
         assert row["machine"] == "NVIDIA H100 80GB HBM3" and row["versions"]["torch"] and row["copy_gbps"] == 4.0
         assert row["ours_peak_mib"] == 2.0
     assert [row["input_sets"] for row in rows] == [3, 3, 3, 1]
     assert [row["clock"] for row in rows] == ["graph"] * 3 + ["wall"]
     assert [row["peer_clock"] for row in rows] == ["graph", "graph", "events", "wall"]
-    assert rows[0]["gbps"] == pytest.approx(2.5, rel=0.2) and rows[0]["copy_share"] == rows[0]["gbps"] / 4.0
+    assert rows[0]["gbps"] == pytest.approx(2.5) and rows[0]["copy_share"] == rows[0]["gbps"] / 4.0
     lines = [line for line in printed.splitlines() if line.startswith("nap")]
     assert all("1 ms" in line and line.endswith("missed") for line in lines[:3])  # this card's target is a time
     assert " ms events " in lines[2] and lines[3].count(" ms wall ") == 2
