@@ -10,32 +10,18 @@ import numba
 import numpy as np
 import pytest
 import torch
-from shapes import GAE, TINY
+from peers import gae_loop
+from shapes import GAE, GAMMA, LAM, TINY
 from torch import Tensor
 
 import fastppo
 from fastppo.reference.advantages import whiten as whiten_in_torch
-
-GAMMA, LAM = 0.99, 0.95
 
 # The fastest of its threading layers here: the threads of its OpenMP one spin into the next call, whoever makes it.
 numba.config.THREADING_LAYER = "workqueue"
 
 # Targets of the CPU table: times faster than each peer, on both shapes.
 TARGETS = {"torch loop": 200.0, "numpy loop": 50.0, "numba": 1.5}
-
-
-def torch_loop(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """As trainers write it: a step of Python for each position, vectorised over the rows."""
-    acc = next_value = torch.zeros(rewards.shape[0])
-    advantages = torch.zeros(rewards.shape)
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        selected = mask[:, t]
-        advantage = rewards[:, t] + GAMMA * next_value - values[:, t] + GAMMA * LAM * acc
-        acc = torch.where(selected, advantage, acc)
-        next_value = torch.where(selected, values[:, t], next_value)
-        advantages[:, t] = torch.where(selected, advantage, 0.0)
-    return advantages, torch.where(mask, advantages + values, 0.0)
 
 
 def numpy_loop(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +112,7 @@ def test_gae(peer: str, shape: str, compare: Callable[..., None]) -> None:
     inputs = batch(*GAE[shape])
     numpy_inputs = arrays(*inputs)
     peers: dict[str, Callable[[], Any]] = {
-        "torch loop": lambda: torch_loop(*inputs),
+        "torch loop": lambda: gae_loop(*inputs),
         "numpy loop": lambda: numpy_loop(*numpy_inputs),
         "numba": lambda: numba_loop(*numpy_inputs),
     }
@@ -183,6 +169,6 @@ def test_gae_host(compare: Callable[..., None]) -> None:
     """What a call costs before any work: the same loop of torch calls over 8 positions."""
     inputs = batch(*TINY)
     compare(
-        ours(*inputs), lambda: torch_loop(*inputs), op="gae", direction="fwd host", shape="2x8", dtype="float32",
+        ours(*inputs), lambda: gae_loop(*inputs), op="gae", direction="fwd host", shape="2x8", dtype="float32",
         peer_name="torch loop",
     )  # fmt: skip

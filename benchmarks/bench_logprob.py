@@ -15,7 +15,7 @@ import fastppo
 # Targets of the CPU table: times faster than each peer.
 TARGETS = {"torch eager": 4.0, "torch.compile": 1.5}
 
-Op = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Op = Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # log-probs, entropy; some peers have log-probs only
 
 
 def in_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,9 +43,11 @@ def forward(op: Op, logits: Tensor, targets: Tensor) -> Callable[[], tuple[Tenso
 def both(op: Op, logits: Tensor, targets: Tensor, upstream: Tensor) -> Callable[[], tuple[Tensor, ...]]:
     """Forward and backward from a gradient per token, as a policy loss gives it."""
     leaf = logits.detach().requires_grad_()
+    gradients = upstream.unbind()
 
     def call() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(op(leaf, targets), leaf, (upstream[0], upstream[1]))
+        outputs = op(leaf, targets)
+        return torch.autograd.grad(outputs, leaf, gradients[: len(outputs)])
 
     return call
 

@@ -19,7 +19,7 @@ CLIP, KL_COEF, ENT_COEF = 0.2, 0.1, 0.01
 
 
 def ppo_in_torch(
-    logprobs: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor
+    logprobs: Tensor, entropy: Tensor | None, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor
 ) -> Tensor:
     """Clipped loss, k3 with its own gradient, entropy bonus, token mean; and the metrics that trainers log."""
     log_ratio = torch.clamp(logprobs - old, -20, 20)
@@ -27,22 +27,26 @@ def ppo_in_torch(
     unclipped = -advantages * ratio
     clipped = -advantages * torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
     x = torch.clamp(ref - logprobs, -20, 20)
-    per_token = torch.maximum(unclipped, clipped) + KL_COEF * (torch.exp(x) - x - 1) - ENT_COEF * entropy
+    per_token = torch.maximum(unclipped, clipped) + KL_COEF * (torch.exp(x) - x - 1)
+    if entropy is not None:
+        per_token = per_token - ENT_COEF * entropy
     weight = mask.to(per_token.dtype)
     total = weight.sum()
     with torch.no_grad():
         clip_fraction = ((clipped > unclipped) * weight).sum() / total
         approx_kl = (-log_ratio * weight).sum() / total
         ratio_mean = (ratio * weight).sum() / total
-        entropy_mean = (entropy * weight).sum() / total
+        entropy_mean = 0.0 if entropy is None else (entropy * weight).sum() / total
     loss = (per_token * weight).sum() / total
     return loss + 0 * (clip_fraction + approx_kl + ratio_mean + entropy_mean)
 
 
-def ppo_ours(logprobs: Tensor, entropy: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+def ppo_ours(
+    logprobs: Tensor, entropy: Tensor | None, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
     return fastppo.ppo_loss(
-        logprobs, old, advantages, mask=mask, clip_eps=CLIP, entropy=entropy, ent_coef=ENT_COEF, ref_logprobs=ref,
-        kl_coef=KL_COEF, kl_grad="pathwise",
+        logprobs, old, advantages, mask=mask, clip_eps=CLIP, entropy=entropy,
+        ent_coef=0.0 if entropy is None else ENT_COEF, ref_logprobs=ref, kl_coef=KL_COEF, kl_grad="pathwise",
     ).loss  # fmt: skip
 
 
@@ -65,19 +69,21 @@ PPO: dict[str, Loss] = {"torch eager": ppo_in_torch, "torch.compile": torch.comp
 VALUE: dict[str, Loss] = {"torch eager": value_in_torch, "torch.compile": torch.compile(value_in_torch)}
 
 
-def ppo_inputs(tokens: int) -> tuple[list[Tensor], list[Tensor]]:
+def ppo_inputs(tokens: int, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
     """What has a gradient, and what has not."""
-    old = -3 * torch.rand(tokens)
-    logprobs = (old + 0.2 * torch.randn(tokens)).clamp_max(0)
-    ref = (old + 0.2 * torch.randn(tokens)).clamp_max(0)
-    leaves = [logprobs.requires_grad_(), (2 * torch.rand(tokens)).requires_grad_()]
-    return leaves, [old, ref, torch.randn(tokens), torch.rand(tokens) < 0.75]
+    with torch.device(device):
+        old = -3 * torch.rand(tokens)
+        logprobs = (old + 0.2 * torch.randn(tokens)).clamp_max(0)
+        ref = (old + 0.2 * torch.randn(tokens)).clamp_max(0)
+        leaves = [logprobs.requires_grad_(), (2 * torch.rand(tokens)).requires_grad_()]
+        return leaves, [old, ref, torch.randn(tokens), torch.rand(tokens) < 0.75]
 
 
-def value_inputs(tokens: int) -> tuple[list[Tensor], list[Tensor]]:
-    old = torch.randn(tokens)
-    values = old + 0.3 * torch.randn(tokens)
-    return [values.requires_grad_()], [old, old + torch.randn(tokens), torch.rand(tokens) < 0.75]
+def value_inputs(tokens: int, device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
+    with torch.device(device):
+        old = torch.randn(tokens)
+        values = old + 0.3 * torch.randn(tokens)
+        return [values.requires_grad_()], [old, old + torch.randn(tokens), torch.rand(tokens) < 0.75]
 
 
 def forward_and_backward(loss: Loss, leaves: list[Tensor], rest: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:

@@ -1,8 +1,10 @@
-"""`python benchmarks/machine.py` prints the short name of this machine, which is that of its file in baselines/."""
+"""`python benchmarks/machine.py [cpu|cuda]` prints the short name of this machine, or of its GPU, which is that of its
+file in baselines/."""
 
 import os
 import platform
 import re
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,15 +35,35 @@ def cpu_model(cpuinfo: str | None = None) -> str:
     return " ".join(name.split())
 
 
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def machine_name(model: str | None = None, num_cores: int | None = None, isa_name: str | None = None) -> str:
-    slug = re.sub(r"[^a-z0-9]+", "-", (model or cpu_model()).lower()).strip("-")
-    return f"{slug}-{num_cores or cores()}c-{isa_name or isa()}"
+    return f"{slug(model or cpu_model())}-{num_cores or cores()}c-{isa_name or isa()}"
+
+
+def card() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def card_state() -> dict[str, str]:
+    """The driver's version and the clocks, as nvidia-smi tells them; empty without it."""
+    names = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem")
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", "--id=0"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(names, (value.strip() for value in told.splitlines()[0].split(",")), strict=True))
 
 
 def versions() -> dict[str, str]:
     """Of what the numbers depend on; what is not installed is left out."""
     found = {"python": platform.python_version()}
-    for name in ("fastppo", "torch", "numpy", "numba", "pytest-benchmark"):
+    for name in ("fastppo", "torch", "triton", "numpy", "numba", "pytest-benchmark"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -50,4 +72,4 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(machine_name() + "\n")
+    sys.stdout.write((slug(card()) if sys.argv[1:] == ["cuda"] else machine_name()) + "\n")

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 # A burst of calls is at least this long: shorter ones measure the timer and the scheduler.
 BURST_S = 2e-3
@@ -42,27 +42,34 @@ class RatioClock:
 
 @dataclass
 class Side:
-    """One of the two callables: how many calls make a burst, and the seconds a call took in each round."""
+    """One of the two callables: how many calls make a burst, and the seconds a call took in each round.
+
+    Its clock is the wall's; device.DeviceSide has that of a GPU. `finish` waits for what calls left running, and `sets`
+    is how often `call` makes what is timed.
+    """
 
     call: Callable[[], Any]
+    finish: Callable[[], Any] | None = None
+    sets: int = 1
     loops: int = 1
     one_s: float = 0.0
     seconds: list[float] = field(default_factory=list)
 
+    burst_s: ClassVar[float] = BURST_S
+    settle_s: ClassVar[float] = SETTLE_S
+
     def calibrate(self) -> None:
         """The call has run before: what is compiled at first use is compiled."""
-        begin = time.perf_counter()
-        self.call()
-        self.one_s = time.perf_counter() - begin
-        while self.one_s * self.loops < BURST_S / 2 and self.loops < 1_000_000:
+        self.one_s = self._burst(1)
+        while self.one_s * self.loops < self.burst_s / 2 and self.loops < 1_000_000:
             self.loops *= 2
             self.one_s = self._burst(self.loops)
-        self.loops = max(1, math.ceil(BURST_S / self.one_s))
+        self.loops = max(1, math.ceil(self.burst_s / self.one_s))
 
     @property
     def round_s(self) -> float:
         """What a round of this side takes in all."""
-        return SETTLE_S + self.one_s * (self.warming_loops + self.loops)
+        return self.settle_s + self.one_s * (self.warming_loops + self.loops)
 
     @property
     def warming_loops(self) -> int:
@@ -73,13 +80,15 @@ class Side:
         begin = time.perf_counter()
         for _ in calls:
             self.call()
+        if self.finish is not None:
+            self.finish()
         return (time.perf_counter() - begin) / loops
 
     def measure(self) -> float:
-        time.sleep(SETTLE_S)
+        time.sleep(self.settle_s)
         if self.warming_loops:
             self._burst(self.warming_loops)
-        self.seconds.append(self._burst(self.loops))
+        self.seconds.append(self._burst(self.loops) / self.sets)
         return self.seconds[-1]
 
     @property
@@ -90,8 +99,8 @@ class Side:
 class Pair:
     """Ours and the peer, measured in turns, in an order that alternates so that a drift of the clocks cancels out."""
 
-    def __init__(self, ours: Callable[[], Any], peer: Callable[[], Any]) -> None:
-        self.ours, self.peer = Side(ours), Side(peer)
+    def __init__(self, ours: Side, peer: Side) -> None:
+        self.ours, self.peer = ours, peer
         self.ours.calibrate()
         self.peer.calibrate()
 

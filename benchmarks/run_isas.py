@@ -1,7 +1,8 @@
-"""`python benchmarks/run_isas.py [--save] [pytest arguments]`: the suite once for each instruction set of this machine.
+"""`python benchmarks/run_isas.py [--save[=FOLDER]] [pytest arguments]`: the suite once for each instruction set of this
+machine.
 
-Compares with the baseline of each where there is one, and fails on a regression of 5 %; `--save` writes the baselines.
-The instruction set is read once per process, hence a process for each.
+Compares with the baseline of each where there is one, and fails on a regression of 5 %; `--save` writes the baselines,
+to another folder where it names one. The instruction set is read once per process, hence a process for each.
 """
 
 import os
@@ -12,17 +13,19 @@ from pathlib import Path
 import machine
 
 HERE = Path(__file__).parent
+BASELINES = HERE / "baselines"
 KNOWN = ("baseline", "avx2", "avx512")
 
 
 def main(arguments: list[str]) -> int:
-    save = "--save" in arguments
-    arguments = [x for x in arguments if x != "--save"]
+    save = [x for x in arguments if x.partition("=")[0] == "--save"]
+    arguments = [x for x in arguments if x not in save]
+    folder = Path(save[-1].partition("=")[2] or BASELINES) if save else BASELINES
     worst = 0
     for isa in reversed(KNOWN[: KNOWN.index(machine.isa()) + 1]):
-        baseline = HERE / "baselines" / f"{machine.machine_name(isa_name=isa)}.json"
+        baseline = folder.absolute() / f"{machine.machine_name(isa_name=isa)}.json"
         if save:
-            baseline.parent.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             options = [f"--benchmark-json={baseline}"]
         elif baseline.exists():
             options = [f"--benchmark-compare={baseline}", "--benchmark-compare-fail=median:5%"]

@@ -49,6 +49,22 @@ def test_the_compiled_module_was_built_from_this_tree() -> None:
     assert module.csrc_hash == tree, "csrc/ has changed since the module was built: pip install --no-deps -e ."
 
 
+def test_the_compiled_module_needs_no_torch() -> None:
+    """Which is why one built module serves every version of it; `-m slow` runs the ops under the oldest."""
+    module, _ = _build.load()
+    assert module is not None
+    code = f"""
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("_C", {module.__file__!r})
+module = module_from_spec(spec)
+spec.loader.exec_module(module)
+loaded = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+print(module.cpu_isa(), "torch" in sys.modules, "libtorch" in loaded or "libc10" in loaded)"""
+    done = run_python(code)
+    assert done.stdout.split() == [module.cpu_isa(), "False", "False"], done.stderr
+
+
 def test_the_hash_sees_names_and_contents(tmp_path: Path) -> None:
     (tmp_path / "csrc").mkdir()
     (tmp_path / "CMakeLists.txt").write_text("a")

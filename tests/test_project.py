@@ -236,6 +236,20 @@ def test_ci_accepts_skips_with_reasons_and_sees_whole_modules(tmp_path):
     assert done.returncode == 1, done.stdout
 
 
+@pytest.mark.parametrize(("broken", "tools"), [("none", ["memcheck", "racecheck"]), ("memcheck", ["memcheck"])])
+def test_sanitize_runs_both_tools_and_fails_with_either(broken, tools, tmp_path):
+    stand_in = tmp_path / "compute-sanitizer"
+    stand_in.write_text(f'#!/bin/sh\necho "ran $* $PYTORCH_NO_CUDA_MEMORY_CACHING"\n[ "$2" != {broken} ]\n')
+    stand_in.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = [str(ROOT / ".ci" / "sanitize"), "tests/test_gae.py"]
+    done = subprocess.run(command, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=60)
+    ran = [line for line in done.stdout.splitlines() if line.startswith("ran ")]
+    assert [line.split()[2] for line in ran] == tools and (done.returncode == 0) == (broken == "none")
+    for line in ran:
+        assert "--error-exitcode 1" in line and line.endswith("-m sanitize tests/test_gae.py 1")
+
+
 def test_the_licence_is_apache_2():
     licence = text("LICENSE")
     assert licence.split()[:4] == ["Apache", "License", "Version", "2.0,"]

@@ -116,7 +116,8 @@ def loss_of_kept(
     if wants_grad(x) or wants_grad(entropy):
         loss, metrics, *_ = _KeptGradients.apply(x, entropy, forward, op)
         return LossOutput(loss, metrics)
-    return LossOutput(*forward(x, entropy)[:2])
+    loss, metrics, *_ = forward(x, entropy)  # torch 2.8 does not compile its slice
+    return LossOutput(loss, metrics)
 
 
 def _kept_by_formula(

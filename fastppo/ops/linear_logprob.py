@@ -198,6 +198,8 @@ class _LinearLogprob(torch.autograd.Function):
             upstream[:, 1] = grad_entropy
         ctx.spent = ctx.save
         sharded = is_sharded(ctx.vocab)
+        # The compiler of torch 2.8 knows neither _replace nor slices of a NamedTuple.
+        *head, _with_entropy, start, used, backend, product, logits_dtype = ctx.head
         dhidden, dweight, dbias = torch.ops.fastppo.linear_logprob_backward(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
@@ -210,7 +212,13 @@ class _LinearLogprob(torch.autograd.Function):
             ctx.into,
             ctx.needs_input_grad[:3],
             sharded,
-            *ctx.head._replace(with_entropy=grad_entropy is not None),
+            *head,
+            grad_entropy is not None,
+            start,
+            used,
+            backend,
+            product,
+            logits_dtype,
         )
         if ctx.needs_input_grad[0]:
             dhidden = reduce_partial(dhidden, ctx.vocab, ctx.reduce_dhidden).to(ctx.dtype).view(ctx.shape)

@@ -5,6 +5,8 @@ row of dlogits, depends neither on how many tokens the step has nor on the chunk
 are taken of the whole call first.
 """
 
+from __future__ import annotations  # with evaluated ones torch 2.8 compiles no inner function
+
 from typing import Literal
 
 import torch
@@ -175,4 +177,5 @@ def linear_ppo_loss(
     # A sequence that is cut into chunks is one sequence all the same.
     metrics = output.metrics.clone()
     metrics[PPO_METRICS.index("seqs")] = sequences.count()
-    return output._replace(loss=(output.loss.double() * normaliser).to(output.loss.dtype), metrics=metrics)
+    loss = (output.loss.double() * normaliser).to(output.loss.dtype)
+    return LinearLossOutput(loss, metrics, output.logprobs, output.entropy)

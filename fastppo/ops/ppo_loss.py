@@ -22,6 +22,8 @@ Williams 1992; cispo MiniMax 2025, arXiv:2506.13585; gspo Zheng et al. 2025, arX
 arXiv:2507.20673, and github.com/callsys/GMPO for A = 0; sapo Gao et al. 2025, arXiv:2511.20347.
 """
 
+from __future__ import annotations  # with evaluated ones torch 2.8 compiles no inner function
+
 import math
 from typing import Any, Literal
 

@@ -5,6 +5,8 @@
 Kept for backward: d(sum)/d values, formed in forward without the normaliser; see `ops/_loss.py`.
 """
 
+from __future__ import annotations  # with evaluated ones torch 2.8 compiles no inner function
+
 from typing import Any, Literal
 
 import torch
