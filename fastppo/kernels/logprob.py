@@ -425,6 +425,11 @@ def _dlogits_kernel(
             tl.store(out + edge_columns, gradient.to(dtype), mask=edge < edges)
 
 
+_STATS = Launcher(_stats_kernel, unaligned=True, maxnreg=tiles.LOGPROB.registers)
+_COMBINE = Launcher(_combine_kernel, unaligned=True)
+_DLOGITS = Launcher(_dlogits_kernel, unaligned=True)
+
+
 def stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, opt: "RowOptions") -> Tensor:
     """[N, 4] float32, (m, s - 1, t, zy) of these columns. An ignored row holds (-inf, -1, 0, NOT_HERE) or anything."""
     out = torch.empty((targets.shape[0], 4), dtype=torch.float32, device=logits.device)
@@ -563,11 +568,6 @@ def _write_block(
         (opt.softcap is not None, tile, config.gradient_tiles, config.gradient_stages, apart % 16 == 0),
         config.gradient_warps,
     )  # fmt: skip
-
-
-_STATS = Launcher(_stats_kernel, unaligned=True, maxnreg=tiles.LOGPROB.registers)
-_COMBINE = Launcher(_combine_kernel, unaligned=True)
-_DLOGITS = Launcher(_dlogits_kernel, unaligned=True)
 
 
 def _empty_results(count: int, with_entropy: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
