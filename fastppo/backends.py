@@ -14,8 +14,9 @@ NAMES = ("auto", "cuda", "triton", "cpu", "torch")
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "logprob": {"cpu": ("cpu",)},
     "gae": {"cpu": ("cpu",), "cuda": ("cuda",)},
-    "ppo_loss": {"cpu": ("cpu",)},
-    "value_loss": {"cpu": ("cpu",)},
+    "ppo_loss": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
+    "value_loss": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
+    "loss_grad": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},  # the backward of both
 }
 
 

@@ -230,13 +230,18 @@ def test_micro_batches_are_the_whole(lengths, loss_type, how, seed):
 @pytest.mark.parametrize("tokens", [1, 15, 16384 + 3])
 def test_backwards_kernel_gives_torchs_bits(tokens, dtype):
     """Large gradients are scaled by the kernel, small ones by torch: a token's must be the same in either."""
-    kept, nll_kept = torch.randn(2, tokens) * 10 ** torch.linspace(-9, 6, tokens)
-    factor, nll_factor = torch.tensor(0.37), torch.tensor(-1.7e-3)
+    kept = torch.randn(3, tokens) * 10 ** torch.linspace(-9, 6, tokens)
+    scales, upstream = torch.tensor([0.37, -1.7e-3]), torch.tensor(1.9)
+    factor, nll_factor = upstream * scales
     code = [torch.float32, torch.float16, torch.bfloat16].index(dtype)
-    got = torch.ops.fastppo.loss_grad(kept, factor, nll_kept, nll_factor, code)
-    assert_bitwise_equal("with nll", got, (kept * factor + nll_kept * nll_factor).to(dtype))
-    got = torch.ops.fastppo.loss_grad(kept, factor, None, None, code)
-    assert_bitwise_equal("without", got, (kept * factor).to(dtype))
+    with_nll, entropy = torch.ops.fastppo.loss_grad(kept, scales, upstream, code, 0, "cpu")
+    assert_bitwise_equal("with nll", with_nll, (kept[0] * factor + kept[2] * nll_factor).to(dtype))
+    assert_bitwise_equal("entropy", entropy, kept[1] * factor)
+    got, nothing = torch.ops.fastppo.loss_grad(kept[:1], scales[:1], upstream, code, -1, "cpu")
+    assert_bitwise_equal("without", got, (kept[0] * factor).to(dtype))
+    nothing, got = torch.ops.fastppo.loss_grad(kept[:1], scales[:1], upstream, -1, code, "cpu")
+    assert_bitwise_equal("entropy alone", got, (kept[0] * factor).to(dtype))
+    assert nothing.numel() == 0
 
 
 def test_large_batches_are_their_parts():
@@ -364,12 +369,12 @@ def test_registered_ops_pass_opcheck(grads):
         torch.ops.fastppo.ppo_loss,
         (b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"], b["entropy"], b["ref_logprobs"],
          b["rollout_logprobs"], b["nll_mask"], b["cu_seqlens"], torch.tensor(4), None, None, [0, 3, 0, 1, 1], numbers,
-         *grads),
+         *grads, "auto"),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.fastppo.value_loss,
         (b["values"], b["old_values"], b["returns"], b["mask"], b["cu_seqlens"], None, torch.tensor(2.0), 1,
-         [0.2, 1.0, -1.0, -1.0], grads[0]),
+         [0.2, 1.0, -1.0, -1.0], grads[0], "auto"),
     )  # fmt: skip
 
 
@@ -395,8 +400,9 @@ def test_counts_of_every_step_need_no_graph_of_their_own(kind):
 
 
 def test_registered_backward_passes_opcheck():
-    kept = torch.randn(2, 5)
-    torch.library.opcheck(torch.ops.fastppo.loss_grad, (kept, torch.tensor(2.0), kept, torch.tensor(3.0), 2))
+    scales, upstream = torch.tensor([2.0, 3.0]), torch.tensor(0.5)
+    for rows, codes in ((3, (2, 0)), (1, (-1, 1)), (2, (0, -1))):
+        torch.library.opcheck(torch.ops.fastppo.loss_grad, (torch.randn(rows, 5), scales, upstream, *codes, "auto"))
 
 
 @pytest.mark.parametrize("op", ["ppo", "value"])

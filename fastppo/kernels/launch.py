@@ -1,0 +1,67 @@
+"""Starts Triton kernels with little work on the host.
+
+Triton's own front end binds and specialises every argument of every call, which takes longer than a kernel over 65536
+tokens runs. Here the kernel that was compiled for a combination of dtypes and constants is kept, and later calls hand
+their addresses to its launcher at once. A kernel for this takes, in this order: tensors (or None); numbers, each
+annotated with its dtype; constants.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# The launcher's arguments are no public interface of Triton: other versions go through its front end.
+_LAUNCHER_IS_KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
+
+
+def jit(function: Any) -> Any:
+    """`triton.jit` of a kernel whose numbers make no variants of it: the arguments annotated with a dtype."""
+    numbers = [name for name, annotation in function.__annotations__.items() if isinstance(annotation, tl.dtype)]
+    return triton.jit(function, do_not_specialize=numbers)
+
+
+class Launcher:
+    """Calls one kernel on a grid of one dimension, on its tensors' device and the current stream there."""
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self.kernel, self.options = kernel, options
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self,
+        programs: int,
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[float],
+        constants: tuple[Any, ...],
+        warps: int,
+    ) -> None:
+        first = tensors[0]
+        assert first is not None
+        index = first.device.index
+        if index is None:  # CPU: interpreted
+            self.kernel[(programs,)](*tensors, *numbers, *constants)
+            return
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self(programs, tensors, numbers, constants, warps)
+            return
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        together = 0
+        for address in addresses:
+            together |= address
+        aligned = together % 16 == 0
+        key = (index, warps, constants, *[None if x is None else x.dtype for x in tensors])
+        kernel = self.compiled.get(key) if aligned and _LAUNCHER_IS_KNOWN else None
+        if kernel is None:
+            kernel = self.kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, **self.options)
+            if aligned:
+                self.compiled[key] = kernel
+            return
+        kernel.run(
+            programs, 1, 1, torch._C._cuda_getCurrentRawStream(index), kernel.function, kernel.packed_metadata, None,
+            None, None, *addresses, *numbers, *constants,
+        )  # fmt: skip
