@@ -55,13 +55,24 @@ class Launcher:
             together |= address
         aligned = together % 16 == 0
         key = (index, warps, constants, *[None if x is None else x.dtype for x in tensors])
-        kernel = self.compiled.get(key) if aligned and _LAUNCHER_IS_KNOWN else None
-        if kernel is None:
-            kernel = self.kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, **self.options)
-            if aligned:
-                self.compiled[key] = kernel
+        launch = self.compiled.get(key) if aligned else None
+        if launch is not None:
+            launch(programs, 1, 1, torch._C._cuda_getCurrentRawStream(index), *addresses, *numbers, *constants)
             return
-        kernel.run(
-            programs, 1, 1, torch._C._cuda_getCurrentRawStream(index), kernel.function, kernel.packed_metadata, None,
-            None, None, *addresses, *numbers, *constants,
-        )  # fmt: skip
+        kernel = self.kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, **self.options)
+        if aligned and _LAUNCHER_IS_KNOWN:
+            self.compiled[key] = _launch_of(kernel)
+
+
+def _launch_of(kernel: Any) -> Any:
+    """The C function under a compiled kernel, for calls (grid, stream, addresses, numbers, constants)."""
+    launcher, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    launch = launcher.launch
+    assert not launcher.global_scratch_size and not launcher.profile_scratch_size
+    cooperative, overlapping = launcher.launch_cooperative_grid, launcher.launch_pdl
+
+    def call(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        # No scratch memory, no launch metadata, no hooks at entry and exit.
+        launch(x, y, z, stream, function, cooperative, overlapping, None, None, metadata, None, None, None, *arguments)
+
+    return call

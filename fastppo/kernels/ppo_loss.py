@@ -142,7 +142,14 @@ def _token_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     local = tl.arange(0, G)[:, None] * V + tl.arange(0, V)[None, :]  # [G, V]
     doubles, ints = tl.zeros([G], tl.float64), tl.zeros([G], tl.int32)
-    pg_sum, kl_sum, ppo_kl_sum, entropy_sum, ratio_sum, square_sum = doubles, doubles, doubles, doubles, doubles, doubles
+    pg_sum, kl_sum, ppo_kl_sum, entropy_sum, ratio_sum, square_sum = (
+        doubles,
+        doubles,
+        doubles,
+        doubles,
+        doubles,
+        doubles,
+    )
     is_sum, weighted_sum, nll_sum = doubles, doubles, doubles
     tokens, nll_tokens, highs, lows, duals, clamps, missing = ints, ints, ints, ints, ints, ints, ints
 
@@ -437,7 +444,8 @@ def ppo_loss(
     ) = numbers  # fmt: skip
     device = logprobs.device
     per_token = [
-        readable(x) for x in (logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout_logprobs, nll_mask)
+        readable(x)
+        for x in (logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout_logprobs, nll_mask)
     ]
     cols = logprobs.shape[-1]
     strided, rows = row_strides(per_token, cols)

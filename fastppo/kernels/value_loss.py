@@ -44,7 +44,14 @@ def _token_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     local = tl.arange(0, G)[:, None] * V + tl.arange(0, V)[None, :]  # [G, V]
     doubles, ints = tl.zeros([G], tl.float64), tl.zeros([G], tl.int32)
-    loss_sum, err_sum, err_square, ret_sum, ret_square, weighted_sum = doubles, doubles, doubles, doubles, doubles, doubles
+    loss_sum, err_sum, err_square, ret_sum, ret_square, weighted_sum = (
+        doubles,
+        doubles,
+        doubles,
+        doubles,
+        doubles,
+        doubles,
+    )
     tokens, clips = ints, ints
 
     start = program.to(tl.int64) * (G * V)

@@ -10,7 +10,7 @@ from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.checks import check_choice, check_like, check_number, check_tensor
 from fastppo.dtypes import CODES
-from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
+from fastppo.ops._autograd import apply, forward_of_all_arguments, refuse_double_backward
 from fastppo.packing import check_cu_seqlens
 from fastppo.reference.aggregation import Sums, normalised
 
@@ -104,17 +104,31 @@ def loss_of_sums(
     if plain or not (wants_grad(x) or wants_grad(entropy)) or torch.compiler.is_compiling():
         result = sums(x, entropy)
         return LossOutput(normalised(result).to(dtype), result.metrics)
-    return loss_of_kept(op, lambda x, entropy: _kept_by_formula(sums, x, entropy, dtype), x, entropy)
+    return loss_of_kept(op, lambda x, entropy: _kept_by_formula(sums, x, entropy, dtype), x, entropy, "torch")
 
 
 def loss_of_kept(
-    op: str, forward: Callable[[Tensor, Tensor | None], Kept], x: Tensor, entropy: Tensor | None = None
+    op: str, forward: Callable[[Tensor, Tensor | None], Kept], x: Tensor, entropy: Tensor | None, backend: str
 ) -> LossOutput:
     """The loss that `forward` computes together with its gradients, differentiable in x and entropy."""
     if wants_grad(x) or wants_grad(entropy):
-        loss, metrics, *_ = _KeptGradients.apply(x, entropy, forward, op)
+        loss, metrics, *_ = apply(_KeptGradients, x, entropy, forward, op, backend)
         return LossOutput(loss, metrics)
     return LossOutput(*forward(x, entropy)[:2])
+
+
+def traced(x: Tensor) -> bool:
+    """Whether somebody may want to see registered ops: a compiler, a dispatch mode, torch.func, a subclass of
+    Tensor.
+
+    Nobody else needs the dispatcher, whose way to an op of sixteen arguments and back takes as long as two launches.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def _kept_by_formula(
@@ -143,29 +157,31 @@ def _kept_by_formula(
 class _KeptGradients(torch.autograd.Function):
     @forward_of_all_arguments
     def forward(
-        x: Tensor, entropy: Tensor | None, forward: Callable[[Tensor, Tensor | None], Kept], op: str
+        x: Tensor, entropy: Tensor | None, forward: Callable[[Tensor, Tensor | None], Kept], op: str, backend: str
     ) -> tuple[Tensor, ...]:
         return tuple(forward(x, entropy))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, entropy, _, ctx.op = inputs
+        x, entropy, _, ctx.op, ctx.backend = inputs
         ctx.dtypes = (x.dtype, None if entropy is None else entropy.dtype)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output[2:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         refuse_double_backward(ctx.op)
         upstream = grads[0]
         if upstream is None:
-            return None, None, None, None
+            return None, None, None, None, None
         scales, kept = ctx.saved_tensors
-        x_dtype, entropy_dtype = (
-            dtype if wanted else None for dtype, wanted in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+        dtype, entropy_dtype = ctx.dtypes
+        wants = ctx.needs_input_grad
+        grads = _scaled(
+            kept, scales, upstream, dtype if wants[0] else None, entropy_dtype if wants[1] else None, ctx.backend
         )
-        return *_scaled(kept, scales, upstream, x_dtype, entropy_dtype), None, None
+        return *grads, None, None, None
 
 
 # Below this the CPU kernel's call costs more than torch's passes.
@@ -173,26 +189,29 @@ _KERNEL_TOKENS = 32768
 
 
 def _scaled(
-    kept: Tensor, scales: Tensor, upstream: Tensor, dtype: torch.dtype | None, entropy_dtype: torch.dtype | None
+    kept: Tensor,
+    scales: Tensor,
+    upstream: Tensor,
+    dtype: torch.dtype | None,
+    entropy_dtype: torch.dtype | None,
+    backend: str,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of logprobs or values, and of entropy, where they have a dtype: kept * (upstream * scale), with
     that of the NLL term added. The same bits from the kernels and from torch."""
-    if kept.dtype == torch.float32 and not torch.compiler.is_compiling():
-        backend, _ = resolve("loss_grad", "auto", kept.device, kept.dtype)
-        if backend == "triton" or (backend == "cpu" and kept[0].numel() >= _KERNEL_TOKENS):
-            codes = [-1 if dtype is None else CODES[dtype] for dtype in (dtype, entropy_dtype)]
-            grad, entropy_grad = torch.ops.fastppo.loss_grad(kept, scales, upstream, *codes, backend)
-            return None if dtype is None else grad, None if entropy_dtype is None else entropy_grad
+    if (backend == "triton" or (backend == "cpu" and kept[0].numel() >= _KERNEL_TOKENS)) and not traced(kept):
+        codes = [-1 if x is None else CODES[x] for x in (dtype, entropy_dtype)]
+        grad, entropy_grad = _loss_grad(kept, scales, upstream, *codes, backend)
+        return None if dtype is None else grad, None if entropy_dtype is None else entropy_grad
     factor = upstream * scales[0]
-    grad, entropy_grad = None, None
+    x_grad, entropy_grad = None, None
     if dtype is not None:
-        grad = kept[0] * factor
+        x_grad = kept[0] * factor
         if kept.shape[0] > 1 + (entropy_dtype is not None):
-            grad = grad + kept[-1] * (upstream * scales[1])
-        grad = grad.to(dtype)
+            x_grad = x_grad + kept[-1] * (upstream * scales[1])
+        x_grad = x_grad.to(dtype)
     if entropy_dtype is not None:
         entropy_grad = (kept[int(dtype is not None)] * factor).to(entropy_dtype)
-    return grad, entropy_grad
+    return x_grad, entropy_grad
 
 
 def _loss_grad(
@@ -202,8 +221,7 @@ def _loss_grad(
     grads = _empty_grads(kept, code, entropy_code)
     wanted = [None if c < 0 else grad for c, grad in zip((code, entropy_code), grads, strict=True)]
     nll = code >= 0 and kept.shape[0] > 1 + (entropy_code >= 0)
-    chosen, _ = resolve("loss_grad", backend, kept.device, kept.dtype)
-    if chosen == "triton":
+    if concrete("loss_grad", backend, kept) == "triton":
         from fastppo.kernels.loss_grad import loss_grad
 
         loss_grad(kept, scales, upstream, wanted[0], wanted[1], nll)
@@ -266,6 +284,11 @@ def _(
     kept: Tensor, scales: Tensor, upstream: Tensor, dtype: int, entropy_dtype: int, backend: str
 ) -> tuple[Tensor, Tensor]:
     return _empty_grads(kept, dtype, entropy_dtype)
+
+
+def concrete(op: str, backend: str, x: Tensor) -> str:
+    """The backend of a registered op, which is called with a resolved one by ours, and with any by others."""
+    return backend if backend in ("cpu", "triton") else resolve(op, backend, x.device, torch.float32)[0]
 
 
 # --- What a kernel is handed; csrc/common/token_blocks.h --------------------------------------------------------------

@@ -39,6 +39,7 @@ from fastppo.ops._loss import (
     LossOutput,
     check_count,
     check_layout,
+    concrete,
     empty_outputs,
     loss_of_kept,
     loss_of_sums,
@@ -47,6 +48,7 @@ from fastppo.ops._loss import (
     row_shape,
     split_count,
     strided,
+    traced,
     wants_grad,
 )
 from fastppo.packing import check_cu_seqlens_contents
@@ -227,15 +229,16 @@ def ppo_loss(
         positive = nll_mask if nll_coef else None
 
         def forward(logprobs: Tensor, entropy: Tensor | None) -> Kept:
+            op = torch.ops.fastppo.ppo_loss if traced(logprobs) else _ppo_loss
             return Kept(
-                *torch.ops.fastppo.ppo_loss(
+                *op(
                     logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout, positive, cu_seqlens,
                     tokens_tensor, seqs_tensor, nll_tokens_tensor, choices, list(map(float, numbers)), grad,
                     entropy_grad, chosen,
                 )
             )  # fmt: skip
 
-        return loss_of_kept("ppo_loss", forward, logprobs, entropy)
+        return loss_of_kept("ppo_loss", forward, logprobs, entropy, chosen)
 
     def sums(logprobs: Tensor, entropy: Tensor | None) -> Sums:
         return definition.ppo_sums(
@@ -320,8 +323,7 @@ def _ppo_loss(
     if cu_seqlens is not None and contents_checked(cu_seqlens):
         # Under torch.compile nobody has looked at it yet, and the kernel goes where it says.
         check_cu_seqlens_contents(cu_seqlens, logprobs.numel())
-    chosen, _ = resolve("ppo_loss", backend, logprobs.device, torch.float32)
-    if chosen == "triton":
+    if concrete("ppo_loss", backend, logprobs) == "triton":
         from fastppo.kernels.ppo_loss import ppo_loss as triton_ppo_loss
 
         triton_ppo_loss(

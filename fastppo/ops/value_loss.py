@@ -20,6 +20,7 @@ from fastppo.ops._loss import (
     Kept,
     LossOutput,
     check_layout,
+    concrete,
     empty_outputs,
     loss_of_kept,
     loss_of_sums,
@@ -28,6 +29,7 @@ from fastppo.ops._loss import (
     row_shape,
     split_count,
     strided,
+    traced,
     wants_grad,
 )
 from fastppo.packing import check_cu_seqlens_contents
@@ -92,14 +94,15 @@ def value_loss(
         clipped_from = None if clip_eps is None else old_values
 
         def forward(values: Tensor, _: Tensor | None) -> Kept:
+            op = torch.ops.fastppo.value_loss if traced(values) else _value_loss
             return Kept(
-                *torch.ops.fastppo.value_loss(
+                *op(
                     values, clipped_from, returns, mask, cu_seqlens, tokens_tensor, seqs_tensor,
                     AGGREGATIONS.index(aggregation), list(map(float, numbers)), grad, chosen,
                 )
             )  # fmt: skip
 
-        return loss_of_kept("value_loss", forward, values)
+        return loss_of_kept("value_loss", forward, values, None, chosen)
 
     def sums(values: Tensor, _: Tensor | None) -> Sums:
         return definition.value_sums(
@@ -136,12 +139,21 @@ def _value_loss(
     if cu_seqlens is not None and contents_checked(cu_seqlens):
         # Under torch.compile nobody has looked at it yet, and the kernel goes where it says.
         check_cu_seqlens_contents(cu_seqlens, values.numel())
-    chosen, _ = resolve("value_loss", backend, values.device, torch.float32)
-    if chosen == "triton":
+    if concrete("value_loss", backend, values) == "triton":
         from fastppo.kernels.value_loss import value_loss as triton_value_loss
 
         triton_value_loss(
-            values, old_values, returns, mask, cu_seqlens, num_tokens, num_seqs, aggregation, numbers, wants_grad, outputs
+            values,
+            old_values,
+            returns,
+            mask,
+            cu_seqlens,
+            num_tokens,
+            num_seqs,
+            aggregation,
+            numbers,
+            wants_grad,
+            outputs,
         )
         return outputs
     loss, metrics, scale, grad = (x.data_ptr() for x in outputs)
