@@ -1,5 +1,5 @@
-"""The losses' Triton kernels on a CUDA device: every option by the three-way rule, layouts, micro-batches, special values,
-streams, graphs, torch.compile."""
+"""The losses' Triton kernels on a CUDA device: every option by the three-way rule, layouts, micro-batches, special
+values, streams, graphs, torch.compile."""
 
 import math
 

@@ -41,10 +41,10 @@ class Launcher:
     ) -> None:
         first = tensors[0]
         assert first is not None
-        index = first.device.index
-        if index is None:  # CPU: interpreted
+        if first.device.type == "cpu":  # interpreted
             self.kernel[(programs,)](*tensors, *numbers, *constants)
             return
+        index = first.device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 self(programs, tensors, numbers, constants, warps)

@@ -8,6 +8,7 @@ addition.
 
 Legend: N tokens.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import triton.language as tl
 from torch import Tensor

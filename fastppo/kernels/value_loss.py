@@ -4,6 +4,7 @@ Per token, float32 with mask and clipping: 13 bytes read, 4 written.
 
 Legend: N tokens, numbered row by row; a tile is [G, V] of them.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
 import triton.language as tl

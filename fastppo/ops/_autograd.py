@@ -26,7 +26,7 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
-    return super(torch.autograd.Function, function).apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def refuse_double_backward(op: str) -> None:

@@ -104,7 +104,8 @@ def loss_of_sums(
     if plain or not (wants_grad(x) or wants_grad(entropy)) or torch.compiler.is_compiling():
         result = sums(x, entropy)
         return LossOutput(normalised(result).to(dtype), result.metrics)
-    return loss_of_kept(op, lambda x, entropy: _kept_by_formula(sums, x, entropy, dtype), x, entropy, "torch")
+    wanted = wants_grad(x), wants_grad(entropy)
+    return loss_of_kept(op, lambda x, entropy: _kept_by_formula(sums, x, entropy, wanted, dtype), x, entropy, "torch")
 
 
 def loss_of_kept(
@@ -132,18 +133,21 @@ def traced(x: Tensor) -> bool:
 
 
 def _kept_by_formula(
-    sums: Callable[[Tensor, Tensor | None], Sums], x: Tensor, entropy: Tensor | None, dtype: torch.dtype
+    sums: Callable[[Tensor, Tensor | None], Sums],
+    x: Tensor,
+    entropy: Tensor | None,
+    wanted: tuple[bool, bool],
+    dtype: torch.dtype,
 ) -> Kept:
-    wanted = [t is not None and t.requires_grad for t in (x, entropy)]
     with torch.enable_grad():
         x = x.detach().to(dtype).requires_grad_()
         if entropy is not None:
             entropy = entropy.detach().to(dtype).requires_grad_()
         result = sums(x, entropy)
         inputs = [t for t, want in zip((x, entropy), wanted, strict=True) if want and t is not None]
-        nll = result.nll_total is not None and wanted[0]
-        grads = list(torch.autograd.grad(result.total, inputs, retain_graph=nll, allow_unused=True))
-        if nll:
+        nll_too = result.nll_total is not None
+        grads = list(torch.autograd.grad(result.total, inputs, retain_graph=nll_too, allow_unused=True))
+        if result.nll_total is not None and wanted[0]:
             grads += torch.autograd.grad(result.nll_total, [x])
     scales = [result.scale] if result.nll_scale is None else [result.scale, result.nll_scale]
     return Kept(
@@ -200,10 +204,11 @@ def _scaled(
     that of the NLL term added. The same bits from the kernels and from torch."""
     if (backend == "triton" or (backend == "cpu" and kept[0].numel() >= _KERNEL_TOKENS)) and not traced(kept):
         codes = [-1 if x is None else CODES[x] for x in (dtype, entropy_dtype)]
-        grad, entropy_grad = _loss_grad(kept, scales, upstream, *codes, backend)
-        return None if dtype is None else grad, None if entropy_dtype is None else entropy_grad
+        kernels_grads = _loss_grad(kept, scales, upstream, codes[0], codes[1], backend)
+        return None if dtype is None else kernels_grads[0], None if entropy_dtype is None else kernels_grads[1]
     factor = upstream * scales[0]
-    x_grad, entropy_grad = None, None
+    x_grad: Tensor | None = None
+    entropy_grad: Tensor | None = None
     if dtype is not None:
         x_grad = kept[0] * factor
         if kept.shape[0] > 1 + (entropy_dtype is not None):

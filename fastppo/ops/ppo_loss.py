@@ -197,13 +197,13 @@ def ppo_loss(
     dtype = accumulator(logprobs, *per_token.values())
     chosen, _ = resolve("ppo_loss", backend, logprobs.device, dtype)
     if chosen != "torch":
-        choices = (
+        choices = [
             LOSS_TYPES.index(loss_type),
             KL_TYPES.index(kl_type),
             int(kl_grad == "pathwise"),
             CORRECTIONS.index(is_correction),
             AGGREGATIONS.index(aggregation),
-        )
+        ]
         if is_bounds is None:
             is_bounds = DEFAULT_IS_BOUNDS.get(is_correction or "", (0.0, 0.0))
         tokens, tokens_tensor = split_count(num_tokens)
@@ -228,8 +228,9 @@ def ppo_loss(
         rollout = None if is_correction is None else rollout_logprobs
         positive = nll_mask if nll_coef else None
 
+        op = torch.ops.fastppo.ppo_loss if traced(logprobs) else _ppo_loss
+
         def forward(logprobs: Tensor, entropy: Tensor | None) -> Kept:
-            op = torch.ops.fastppo.ppo_loss if traced(logprobs) else _ppo_loss
             return Kept(
                 *op(
                     logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout, positive, cu_seqlens,

@@ -1,5 +1,5 @@
-"""The losses' Triton kernels under the interpreter: every option by the three-way rule, sequences across chunks, layouts,
-micro-batches, special values."""
+"""The losses' Triton kernels under the interpreter: every option by the three-way rule, sequences across
+chunks, layouts, micro-batches, special values."""
 
 import pytest
 import torch
