@@ -20,10 +20,10 @@ from fastppo.kernels.launch import Launcher, jit
 @jit
 def _kernel(
     kept, scales, upstream, grad, entropy_grad, n: tl.int64, HAS_GRAD: tl.constexpr, NLL: tl.constexpr,
-    EVEN: tl.constexpr, TILE: tl.constexpr,
+    EXACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    if EVEN:
-        n = n // 16 * 16  # so the compiler knows it is, and reads four tokens at once
+    if EXACT:
+        n = n // 4 * 4  # so the compiler knows it is, and reads four tokens at once
     start = tl.program_id(0).to(tl.int64) * TILE
     at = start + tl.arange(0, TILE)
     here = tl.arange(0, TILE) < n - start
@@ -55,6 +55,6 @@ def loss_grad(
             -(-n // tiles.LOSS_GRAD_TOKENS),
             (kept, scales, upstream, grad, entropy_grad),
             (n,),
-            (int(grad is not None), nll, n % 16 == 0, tiles.LOSS_GRAD_TOKENS),
+            (int(grad is not None), nll, n % 4 == 0, tiles.LOSS_GRAD_TOKENS),
             tiles.LOSS_GRAD_WARPS,
         )

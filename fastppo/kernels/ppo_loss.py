@@ -39,13 +39,12 @@ from fastppo.kernels.token_blocks import (
     count_of,
     count_sequences,
     holder,
+    layout_of,
     pick,
     place,
     read_flags,
     read_floats,
-    readable,
     reciprocal,
-    row_strides,
     scale_of,
     sequence_chunk,
 )
@@ -128,21 +127,23 @@ def correct(pg, slope, old, rollout, selected, seq_kept, is_low, is_high, CORREC
 def _token_kernel(
     logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout_logprobs, nll_mask, cu_seqlens, tables,
     kept, partials,
-    n: tl.int64, cols: tl.int64, number: tl.int64, steps: tl.int64,
+    n: tl.int64, cols: tl.int64, number: tl.int64,
     logprobs_row: tl.int64, old_row: tl.int64, advantages_row: tl.int64, mask_row: tl.int64, entropy_row: tl.int64,
     ref_row: tl.int64, rollout_row: tl.int64, nll_row: tl.int64,
     ratio_low: tl.float32, ratio_high: tl.float32, log_ratio_low: tl.float32, log_ratio_high: tl.float32,
     dual_clip: tl.float32, tau_positive: tl.float32, tau_other: tl.float32, ent_coef: tl.float32,
     kl_coef: tl.float32, is_low: tl.float32, is_high: tl.float32,
     LOSS: tl.constexpr, KL: tl.constexpr, PATHWISE: tl.constexpr, CORRECTION: tl.constexpr, WEIGHTED: tl.constexpr,
-    DUAL: tl.constexpr, GRAD: tl.constexpr, ENTROPY_GRAD: tl.constexpr, STRIDED: tl.constexpr, EVEN: tl.constexpr,
+    DUAL: tl.constexpr, GRAD: tl.constexpr, ENTROPY_GRAD: tl.constexpr, STRIDED: tl.constexpr, EXACT: tl.constexpr,
+    GROUPED: tl.constexpr,
     G: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     PER_SEQUENCE: tl.constexpr = LOSS == GSPO or LOSS == GMPO
-    if EVEN:
-        n = n // 16 * 16  # so the compiler knows it is, and reads four tokens at once
+    if EXACT:
+        n = n // V * V  # so the compiler knows it is
     program, programs = tl.program_id(0), tl.num_programs(0)
-    local = tl.arange(0, G)[:, None] * V + tl.arange(0, V)[None, :]  # [G, V]
+    group = tl.arange(0, G)[:, None] * V
+    local = group + tl.arange(0, V)[None, :]  # [G, V]
     doubles, ints = tl.zeros([G], tl.float64), tl.zeros([G], tl.int32)
     pg_sum, kl_sum, ppo_kl_sum, entropy_sum, ratio_sum, square_sum = (
         doubles,
@@ -158,20 +159,26 @@ def _token_kernel(
     start = program.to(tl.int64) * (G * V)
     while start < n:
         here = local < n - start
+        # A load per group, not per token.
+        near = here
+        if GROUPED:
+            near = group + tl.zeros([1, V], tl.int32) < n - start
+        if EXACT:
+            here = near
         selected = here
         if mask is not None:
-            selected = here & read_flags(mask, place(start, local, cols, mask_row, STRIDED), here)
-        logp = read_floats(logprobs, place(start, local, cols, logprobs_row, STRIDED), here)
+            selected = here & read_flags(mask, place(start, local, cols, mask_row, STRIDED), near)
+        logp = read_floats(logprobs, place(start, local, cols, logprobs_row, STRIDED), near)
         logp = tl.where(selected, logp, 0.0)
         old = logp
         if old_logprobs is not None:
-            old = read_floats(old_logprobs, place(start, local, cols, old_row, STRIDED), here)
+            old = read_floats(old_logprobs, place(start, local, cols, old_row, STRIDED), near)
             old = tl.where(selected, old, 0.0)
-        adv = read_floats(advantages, place(start, local, cols, advantages_row, STRIDED), here)
+        adv = read_floats(advantages, place(start, local, cols, advantages_row, STRIDED), near)
         adv = tl.where(selected, adv, 0.0)
         weight, seq_log_ratio, seq_kept = 1.0, logp, logp
         if WEIGHTED or PER_SEQUENCE or CORRECTION == SEQ_MASK_TIS:
-            b = holder(cu_seqlens, start, local, here, cols, number, steps)
+            b = holder(cu_seqlens, start, local, here, cols, number, G * V)
             if WEIGHTED:
                 weight = tl.load(tables + WEIGHT * number + b)
             if PER_SEQUENCE:
@@ -184,7 +191,7 @@ def _token_kernel(
             tau_positive, tau_other, LOSS, DUAL,
         )  # fmt: skip
         if CORRECTION:
-            rollout = read_floats(rollout_logprobs, place(start, local, cols, rollout_row, STRIDED), here)
+            rollout = read_floats(rollout_logprobs, place(start, local, cols, rollout_row, STRIDED), near)
             pg, slope, is_weight, known = correct(
                 pg, slope, old, rollout, selected, seq_kept, is_low, is_high, CORRECTION
             )
@@ -203,7 +210,7 @@ def _token_kernel(
         loss = pg
         kl_slope = tl.zeros([G, V], tl.float32)
         if ref_logprobs is not None:
-            ref = read_floats(ref_logprobs, place(start, local, cols, ref_row, STRIDED), here)
+            ref = read_floats(ref_logprobs, place(start, local, cols, ref_row, STRIDED), near)
             difference = tl.where(selected, ref - logp, 0.0)
             x = clamp(difference, -BOUND, BOUND)
             if KL == 0:  # k1
@@ -223,7 +230,7 @@ def _token_kernel(
             if WEIGHTED:
                 loss += tl.where(kl_coef == 0.0, 0.0, kl_coef * kl)
         if entropy is not None:
-            h = read_floats(entropy, place(start, local, cols, entropy_row, STRIDED), here)
+            h = read_floats(entropy, place(start, local, cols, entropy_row, STRIDED), near)
             h = tl.where(selected, h, 0.0)
             entropy_sum = add(entropy_sum, h)
             if WEIGHTED:
@@ -242,7 +249,7 @@ def _token_kernel(
             grad = tl.where(selected, -ent_coef * weight, 0.0)
             tl.store(kept + GRAD * n + start + local, grad, mask=here)
         if nll_mask is not None:
-            positive = selected & read_flags(nll_mask, place(start, local, cols, nll_row, STRIDED), here)
+            positive = selected & read_flags(nll_mask, place(start, local, cols, nll_row, STRIDED), near)
             nll_tokens = count(nll_tokens, positive)
             nll_sum = add(nll_sum, tl.where(positive, -logp, 0.0))
             if GRAD:
@@ -304,9 +311,9 @@ def _mean_kernel(
     local = tl.arange(0, TILE)
     selected_sum, known_sum = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     ratio_sum, weight_sum = tl.zeros([TILE], tl.float64), tl.zeros([TILE], tl.float64)
-    for done in range(0, CHUNK, TILE):
-        here = local + done < end - begin
-        col = begin - start + done + local
+    while begin < end:
+        here = local < end - begin
+        col = begin - start + local
         base = start
         selected = here
         if mask is not None:
@@ -339,6 +346,7 @@ def _mean_kernel(
             known = selected & ((rollout - rollout) == 0.0)
             known_sum += known.to(tl.int32)
             weight_sum += tl.where(known, old - rollout, 0.0).to(tl.float64)
+        begin += TILE
     tl.store(sums + slot * 4, tl.sum(selected_sum).to(tl.float64))
     tl.store(sums + slot * 4 + 1, tl.sum(ratio_sum))
     tl.store(sums + slot * 4 + 2, tl.sum(known_sum).to(tl.float64))
@@ -362,9 +370,9 @@ def _slope_kernel(
     seq_kept = seq_log_ratio
     if CORRECTION == SEQ_MASK_TIS:
         seq_kept = tl.load(tables + KEPT * number + b)
-    for done in range(0, CHUNK, TILE):
-        here = local + done < end - begin
-        col = begin - start + done + local
+    while begin < end:
+        here = local < end - begin
+        col = begin - start + local
         base = start
         selected = here
         if mask is not None:
@@ -395,6 +403,7 @@ def _slope_kernel(
         if WEIGHTED:
             slope *= tl.load(tables + WEIGHT * number + b)
         slope_sum += tl.where(selected, slope, 0.0).to(tl.float64)
+        begin += TILE
     tl.store(sums + slot * 4 + 1, tl.sum(slope_sum))
 
 
@@ -445,19 +454,16 @@ def ppo_loss(
         given_tokens, given_seqs, given_nll_tokens,
     ) = numbers  # fmt: skip
     device = logprobs.device
-    per_token = [
-        readable(x)
-        for x in (logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout_logprobs, nll_mask)
-    ]
-    cols = logprobs.shape[-1]
-    strided, rows = row_strides(per_token, cols)
-    n = logprobs.numel()
+    n, cols = logprobs.numel(), logprobs.shape[-1]
+    given = (logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout_logprobs, nll_mask)
+    layout = layout_of(given, n, cols)
+    per_token, rows = layout.tensors, layout.row_strides
     weighted, dual = aggregation == 1, dual_clip != 0.0
 
-    cu, tables, number, steps = None, None, 0, 0
+    cu, tables, number = None, None, 0
     if cu_seqlens is not None or logprobs.dim() == 2:
         sequences = Sequences(logprobs.shape, cu_seqlens)
-        cu, number, steps = sequences.cu_seqlens, sequences.number, sequences.steps
+        cu, number = sequences.cu_seqlens, sequences.number
         tables = _sequence_tables(
             sequences, per_token, rows, loss_type, correction, weighted, numbers, grad=wants_grad and n > 0
         )
@@ -470,12 +476,12 @@ def ppo_loss(
             programs,
             (*per_token, cu, tables, kept, partials),
             (
-                n, cols, number, steps, *rows, 1.0 - clip_low, 1.0 + clip_high, -clip_low, clip_high, dual_clip,
+                n, cols, number, *rows, 1.0 - clip_low, 1.0 + clip_high, -clip_low, clip_high, dual_clip,
                 tau_positive, tau_other, ent_coef, kl_coef, is_low, is_high,
             ),
             (
                 loss_type, kl_type, pathwise, correction, weighted, dual, int(wants_grad), int(wants_entropy_grad),
-                strided, n % 16 == 0, tile.groups, tile.vector,
+                layout.strided, layout.exact, layout.grouped, tile.groups, tile.vector,
             ),
             tile.warps,
         )  # fmt: skip

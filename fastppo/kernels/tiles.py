@@ -18,11 +18,11 @@ class TokenTiles(NamedTuple):
 
 # --- ppo_loss, value_loss: H100, float32 ------------------------------------------------------------------------------
 
-LOSS_TOKENS = TokenTiles(groups=256, vector=4, warps=4, programs=528)
+LOSS_TOKENS = TokenTiles(groups=256, vector=4, warps=8, programs=528)
 # Rows of partial sums that the last step adds at a time, and its warps.
 LOSS_FINISH_ROWS, LOSS_FINISH_WARPS = 128, 8
 # A sequence is summed in chunks of so many tokens, counted from its own start, in tiles of the second number.
 LOSS_CHUNK, LOSS_CHUNK_TILE, LOSS_CHUNK_WARPS = 4096, 1024, 4
 # Sequences whose chunks one program adds, and how many of each at a time.
 LOSS_SEQUENCES, LOSS_SLOTS = 16, 16
-LOSS_GRAD_TOKENS, LOSS_GRAD_WARPS = 2048, 8
+LOSS_GRAD_TOKENS, LOSS_GRAD_WARPS = 2048, 4

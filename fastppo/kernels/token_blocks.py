@@ -10,6 +10,8 @@ Legend: N tokens, numbered row by row; B sequences; G groups of V tokens, a tile
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -102,21 +104,36 @@ def start_of(cu_seqlens, b, cols):
 
 
 @triton.jit
-def holder(cu_seqlens, start, local, here, cols, number, steps):
-    """The sequence that holds each token start + local, int64; `steps` halve `number`."""
+def holder(cu_seqlens, start, local, here, cols, number, TILE: tl.constexpr):
+    """The sequence that holds each token start + local of a tile, int64; `here` are those below N."""
     if cu_seqlens is None:
         row, col = row_and_column(start, tl.where(here, local, 0), cols)
         return row
     else:
-        tokens = tl.where(here, start + local, 0)
-        low = tokens * 0
-        high = low + number
-        while steps > 0:
+        # The sequences of the tile's first token and of its last: few lie between, whatever their number.
+        first, first_end = start * 0, start * 0 + number
+        last, last_end = first, first_end
+        span = number
+        while span > 0:
+            middle, other = (first + first_end) // 2, (last + last_end) // 2
+            if tl.load(cu_seqlens + middle).to(tl.int64) <= start:
+                first = middle
+            else:
+                first_end = middle
+            if tl.load(cu_seqlens + other).to(tl.int64) < start + TILE:
+                last = other
+            else:
+                last_end = other
+            span = span // 2
+        low = first + tl.zeros(local.shape, tl.int64)
+        high = last + 1 + tl.zeros(local.shape, tl.int64)
+        span = last - first
+        while span > 0:
             middle = (low + high) // 2
-            left = tl.load(cu_seqlens + middle).to(tl.int64) <= tokens
+            left = tl.load(cu_seqlens + middle).to(tl.int64) - start <= local
             low = tl.where(left, middle, low)
             high = tl.where(left, high, middle)
-            steps -= 1
+            span = span // 2
         return low
 
 
@@ -169,9 +186,10 @@ def _count_kernel(
         base = b * mask_stride + (begin - start)
     local = tl.arange(0, TILE)
     selected = tl.zeros([TILE], tl.int32)
-    for done in range(0, CHUNK, TILE):
-        here = local + done < end - begin
-        selected += read_flags(mask, base + done + local, here).to(tl.int32)
+    while begin < end:
+        selected += read_flags(mask, base + local, local < end - begin).to(tl.int32)
+        begin += TILE
+        base += TILE
     tl.store(sums + slot * 4, tl.sum(selected).to(tl.float64))
 
 
@@ -265,17 +283,37 @@ _count = Launcher(_count_kernel)
 _tables = Launcher(_table_kernel)
 
 
-def readable(x: Tensor | None) -> Tensor | None:
-    """x itself if it is read where it lies, row by row, else a copy."""
-    return x if x is None or x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1) else x.contiguous()
+class Layout(NamedTuple):
+    """How per-token tensors are read, in the place of each."""
+
+    tensors: list[Tensor | None]
+    row_strides: list[int]
+    strided: bool  # whether any has rows apart from each other
+    exact: bool  # whether N is a whole number of groups
+    grouped: bool  # whether a group is read by one load, though its end may lie beyond N
 
 
-def row_strides(tensors: list[Tensor | None], cols: int) -> tuple[bool, list[int]]:
-    """Whether any is not flat, and how far apart the rows of each lie."""
-    for x in tensors:
-        if x is not None and not x.is_contiguous():
-            return True, [cols if x is None or x.dim() == 1 else x.stride(0) for x in tensors]
-    return False, [cols] * len(tensors)
+def layout_of(given: tuple[Tensor | None, ...], n: int, cols: int) -> Layout:
+    """Rows of unit stride are read where they lie, whatever is between them; other strides are copied.
+
+    A group's end beyond N is in the same 16 bytes as the tensor's last token where the tensor starts at a multiple of
+    16: in its allocation, and what is read there reaches nothing.
+    """
+    tensors, vector = list(given), tiles.LOSS_TOKENS.vector
+    exact, narrow, strided = n % vector == 0, True, False
+    for i, x in enumerate(given):
+        if x is not None:
+            narrow = narrow and x.element_size() * vector <= 16
+            if not x.is_contiguous():
+                if x.dim() == 2 and x.stride(1) == 1:
+                    strided = True
+                else:
+                    tensors[i] = x.contiguous()
+    rows = [cols] * len(given)
+    if strided:
+        rows = [cols if x is None or x.dim() == 1 else x.stride(0) for x in tensors]
+    aligned = exact or not any([x is not None and x.data_ptr() % 16 for x in tensors])
+    return Layout(tensors, rows, strided, exact and not strided, aligned and narrow and not strided)
 
 
 def count_of(number: float, tensor: Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:
@@ -293,7 +331,6 @@ class Sequences:
         rows, self.cols = (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
         self.tokens = rows * self.cols
         self.number = rows if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self.steps = self.number.bit_length()
         self.slots = self.number + self.tokens // tiles.LOSS_CHUNK
 
     def new_sums(self, device: torch.device) -> Tensor:

@@ -22,12 +22,11 @@ from fastppo.kernels.token_blocks import (
     count_of,
     count_sequences,
     holder,
+    layout_of,
     pick,
     place,
     read_flags,
     read_floats,
-    readable,
-    row_strides,
     scale_of,
 )
 
@@ -35,15 +34,17 @@ from fastppo.kernels.token_blocks import (
 @jit
 def _token_kernel(
     values, old_values, returns, mask, cu_seqlens, tables, kept, partials,
-    n: tl.int64, cols: tl.int64, number: tl.int64, steps: tl.int64, values_row: tl.int64, old_row: tl.int64,
+    n: tl.int64, cols: tl.int64, number: tl.int64, values_row: tl.int64, old_row: tl.int64,
     returns_row: tl.int64, mask_row: tl.int64, clip_eps: tl.float32,
-    WEIGHTED: tl.constexpr, GRAD: tl.constexpr, STRIDED: tl.constexpr, EVEN: tl.constexpr, G: tl.constexpr,
+    WEIGHTED: tl.constexpr, GRAD: tl.constexpr, STRIDED: tl.constexpr, EXACT: tl.constexpr, GROUPED: tl.constexpr,
+    G: tl.constexpr,
     V: tl.constexpr,
 ):  # fmt: skip
-    if EVEN:
-        n = n // 16 * 16  # so the compiler knows it is, and reads four tokens at once
+    if EXACT:
+        n = n // V * V  # so the compiler knows it is
     program, programs = tl.program_id(0), tl.num_programs(0)
-    local = tl.arange(0, G)[:, None] * V + tl.arange(0, V)[None, :]  # [G, V]
+    group = tl.arange(0, G)[:, None] * V
+    local = group + tl.arange(0, V)[None, :]  # [G, V]
     doubles, ints = tl.zeros([G], tl.float64), tl.zeros([G], tl.int32)
     loss_sum, err_sum, err_square, ret_sum, ret_square, weighted_sum = (
         doubles,
@@ -58,17 +59,23 @@ def _token_kernel(
     start = program.to(tl.int64) * (G * V)
     while start < n:
         here = local < n - start
+        # A load per group, not per token.
+        near = here
+        if GROUPED:
+            near = group + tl.zeros([1, V], tl.int32) < n - start
+        if EXACT:
+            here = near
         selected = here
         if mask is not None:
-            selected = here & read_flags(mask, place(start, local, cols, mask_row, STRIDED), here)
-        v = read_floats(values, place(start, local, cols, values_row, STRIDED), here)
+            selected = here & read_flags(mask, place(start, local, cols, mask_row, STRIDED), near)
+        v = read_floats(values, place(start, local, cols, values_row, STRIDED), near)
         v = tl.where(selected, v, 0.0)
-        ret = read_floats(returns, place(start, local, cols, returns_row, STRIDED), here)
+        ret = read_floats(returns, place(start, local, cols, returns_row, STRIDED), near)
         ret = tl.where(selected, ret, 0.0)
         error = v - ret
         loss, slope = 0.5 * error * error, error
         if old_values is not None:
-            old = read_floats(old_values, place(start, local, cols, old_row, STRIDED), here)
+            old = read_floats(old_values, place(start, local, cols, old_row, STRIDED), near)
             old = tl.where(selected, old, 0.0)
             moved = v - old
             low, high = moved < -clip_eps, moved > clip_eps
@@ -85,7 +92,7 @@ def _token_kernel(
         err_sum, err_square = add(err_sum, wide_error), add(err_square, wide_error * wide_error)
         ret_sum, ret_square = add(ret_sum, wide_ret), add(ret_square, wide_ret * wide_ret)
         if WEIGHTED:
-            b = holder(cu_seqlens, start, local, here, cols, number, steps)
+            b = holder(cu_seqlens, start, local, here, cols, number, G * V)
             weight = tl.load(tables + WEIGHT * number + b)
             weighted_sum = add(weighted_sum, tl.where(selected, loss * weight, 0.0))
             slope *= weight
@@ -138,14 +145,15 @@ def value_loss(
     loss, metrics, scales, kept = outputs
     clip_eps, norm, given_tokens, given_seqs = numbers
     device = values.device
-    per_token = [readable(x) for x in (values, old_values, returns, mask)]
     n, cols = values.numel(), values.shape[-1]
-    strided, rows = row_strides(per_token, cols)
+    layout = layout_of((values, old_values, returns, mask), n, cols)
+    per_token, rows = layout.tensors, layout.row_strides
 
-    cu, tables, number, steps = None, None, 0, 0
-    if aggregation != 0 and (cu_seqlens is not None or values.dim() == 2):
+    cu, tables, number = None, None, 0
+    counted = aggregation > 1 and num_seqs is None and given_seqs < 0
+    if (aggregation == 1 or counted) and (cu_seqlens is not None or values.dim() == 2):
         sequences = Sequences(values.shape, cu_seqlens)
-        cu, number, steps = sequences.cu_seqlens, sequences.number, sequences.steps
+        cu, number = sequences.cu_seqlens, sequences.number
         sums = None if mask is None else sequences.new_sums(device)
         sequences.count(per_token[3], sums, rows[3])
         tables = sequences.tables(sums, values, masked=mask is not None)
@@ -157,8 +165,8 @@ def value_loss(
         _tokens(
             programs,
             (*per_token, cu, tables, kept, partials),
-            (n, cols, number, steps, *rows, clip_eps),
-            (aggregation == 1, wants_grad, strided, n % 16 == 0, tile.groups, tile.vector),
+            (n, cols, number, *rows, clip_eps),
+            (aggregation == 1, wants_grad, layout.strided, layout.exact, layout.grouped, tile.groups, tile.vector),
             tile.warps,
         )
     tokens, tokens_tensor = count_of(given_tokens, num_tokens, device)

@@ -1,18 +1,31 @@
 """The losses' Triton kernels under the interpreter: every option by the three-way rule, sequences across
 chunks, layouts, micro-batches, special values."""
 
+import math
+
 import pytest
 import torch
+from losses import (
+    AGGREGATIONS,
+    CASES,
+    LAYOUTS,
+    NAMES,
+    PPO_FIELDS,
+    assert_ppo_no_worse,
+    assert_value_no_worse,
+    inputs,
+    ppo,
+)
 
 from fastppo.kernels import tiles
-from fastppo.metrics import PPO_METRICS
-from fastppo.ops.ppo_loss import KL_TYPES, LOSS_TYPES, ppo_loss
-from fastppo.reference.ppo_loss import ppo_loss as ppo_reference
-from fastppo.testing import assert_no_worse, make_loss_inputs
+from fastppo.ops.ppo_loss import LOSS_TYPES
+from fastppo.testing import assert_bitwise_equal
 
-# Two programs of the token pass with a tail; sequences of no token, one, one chunk, and over a chunk's end.
-LENGTHS = [7, 1, 12, 0, 44, 1, 37, 101]
-AGGREGATIONS = {"token_mean": {}, "seq_mean_token_mean": {}, "seq_mean_token_sum": {}, "token_sum_norm": {"norm": 37.0}}
+# With the tiles below: programs of two turns and a tail; sequences of no token, one, part of a chunk, four chunks.
+LENGTHS = [7, 1, 12, 0, 44, 37, 101]
+EVERYTHING = CASES["gspo-nll-everything"]
+# Half the cases of the two grids: gmpo takes gspo's way through the kernels, and ppo those of the rest.
+OPTIONS = {name: options for name, options in CASES.items() if not name.startswith("gmpo-") and "reinforce" not in name}
 
 
 @pytest.fixture(autouse=True)
@@ -23,72 +36,93 @@ def _small_tiles(monkeypatch):
         monkeypatch.setattr(tiles, f"LOSS_{name}", size)
 
 
-CASES = {
-    **{loss: {"loss_type": loss} for loss in LOSS_TYPES},
-    **{
-        f"{loss}-{how}": {"loss_type": loss, "aggregation": how, **more}
-        for loss in ("ppo", "gspo", "gmpo")
-        for how, more in AGGREGATIONS.items()
-        if how != "token_mean"
-    },
-    **{f"kl-{kl}": {"kl_type": kl, "kl_coef": 0.3, "ref_logprobs": "ref_logprobs"} for kl in KL_TYPES},
-    "kl-k3-pathwise": {"kl_coef": 0.3, "kl_grad": "pathwise", "ref_logprobs": "ref_logprobs"},
-    "kl-measured": {"ref_logprobs": "ref_logprobs", "entropy": "entropy"},
-    "entropy": {"entropy": "entropy", "ent_coef": 0.1, "aggregation": "seq_mean_token_mean"},
-    **{
-        f"{correction}-{loss}": {
-            "loss_type": loss, "is_correction": correction, "rollout_logprobs": "rollout_logprobs",
-            "is_bounds": (0.97, 1.03),
-        }
-        for correction in ("tis", "icepop", "seq_mask_tis")
-        for loss in ("ppo", "gspo")
-    },
-    "dual_clip": {"dual_clip": 1.3, "clip_eps_high": 0.1},
-    "sapo_tau": {"loss_type": "sapo", "sapo_tau": (0.5, 4.0)},
-    "nll": {"nll_coef": 0.4, "nll_mask": "nll_mask", "num_nll_tokens": 11, "num_tokens": 900.5},
-    "everything": {
-        "loss_type": "gspo", "nll_coef": 0.4, "nll_mask": "nll_mask", "kl_coef": 0.1, "ref_logprobs": "ref_logprobs",
-        "entropy": "entropy", "ent_coef": 0.01, "is_correction": "tis", "rollout_logprobs": "rollout_logprobs",
-        "dual_clip": 2.0, "aggregation": "seq_mean_token_mean", "num_seqs": torch.tensor(5),
-    },
-    "first_update": {"old_logprobs": None},
-}  # fmt: skip
+def equal(got, expected):
+    for name, a, b in zip(NAMES, got, expected, strict=False):
+        assert_bitwise_equal(name, a.reshape(b.shape), b)
 
 
-def inputs(dtype=torch.float32, lengths=LENGTHS, spread=0.4):
-    batch = make_loss_inputs(lengths, spread=spread, dtype=dtype)
-    return {**batch._asdict(), "nll_mask": torch.arange(len(batch.mask)) % 3 == 0}
-
-
-def ppo(batch, function=ppo_loss, *, wide=False, packed=True, **options):
-    """loss, metrics, and the gradients of logprobs and (if it is given) entropy."""
-    batch = {k: v.double() if wide and v.is_floating_point() else v for k, v in batch.items()}
-    options = {"old_logprobs": "old_logprobs", **options}
-    options = {k: batch[v] if isinstance(v, str) and v in batch else v for k, v in options.items()}
-    if packed:
-        options["cu_seqlens"] = batch["cu_seqlens"]
-    leaves = {"logprobs": batch["logprobs"].detach().requires_grad_()}
-    if options.get("entropy") is not None:
-        leaves["entropy"] = options["entropy"] = options["entropy"].detach().requires_grad_()
-    if function is ppo_loss:
-        options["backend"] = "triton"
-    old = options.pop("old_logprobs")
-    loss, metrics = function(leaves["logprobs"], old, batch["advantages"], mask=batch["mask"], **options)
-    grads = torch.autograd.grad(loss * 3.0, list(leaves.values()), allow_unused=True)
-    zeros = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), grads, strict=True)]
-    return [loss.detach(), metrics.detach(), *zeros]
-
-
-def assert_all_no_worse(metrics, got, baseline, truth):
-    for name, x, y, z in zip(metrics, got[1], baseline[1], truth[1], strict=True):
-        assert_no_worse(name, x, y, z, atol=1e-7 * (1 + abs(float(z))))
-    assert_no_worse("loss", got[0], baseline[0], truth[0], atol=1e-7)
-    for name, *three in zip(("gradient", "dentropy"), got[2:], baseline[2:], truth[2:], strict=False):
-        assert_no_worse(name, *three)
-
-
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_ppo_loss_is_no_worse_than_torch(options):
-    batch = inputs()
-    three = ppo(batch, **options), ppo(batch, ppo_reference, **options), ppo(batch, ppo_reference, wide=True, **options)
-    assert_all_no_worse(PPO_METRICS, *three)
+    assert_ppo_no_worse(inputs(lengths=LENGTHS), "triton", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_half_inputs(dtype):
+    batch = inputs(dtype, lengths=LENGTHS)
+    assert_ppo_no_worse(batch, "triton", **EVERYTHING)
+    assert_value_no_worse(batch, "triton", clip_eps=0.2)
+
+
+@pytest.mark.parametrize("clip_eps", [None, 0.2])
+@pytest.mark.parametrize("how", AGGREGATIONS)
+def test_value_loss_is_no_worse_than_torch(how, clip_eps):
+    options = {"aggregation": how, "clip_eps": clip_eps, **AGGREGATIONS[how]}
+    assert_value_no_worse(inputs(lengths=LENGTHS), "triton", **options)
+
+
+def test_no_tokens_at_all():
+    batch = {k: v[:0] for k, v in inputs(lengths=[3]).items()} | {"cu_seqlens": torch.tensor([0, 0])}
+    loss, metrics, grad, _ = ppo(batch, backend="triton", **EVERYTHING)
+    assert float(loss) == 0 and not metrics.any() and grad.shape == (0,)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_and_packing_change_no_bit(layout):
+    batch = inputs(lengths=[37] * 3)
+    options = {k: v for k, v in EVERYTHING.items() if k != "num_seqs"}
+    packed = ppo(batch, backend="triton", **options)
+    shaped = {k: layout(v.view(3, 37)) if k != "cu_seqlens" else v for k, v in batch.items()}
+    equal(ppo(shaped, packed=False, backend="triton", **options), packed)
+
+
+@pytest.mark.parametrize("loss_type", ["ppo", "gspo", "gmpo"])
+def test_micro_batches_are_the_whole(loss_type):
+    lengths = [5, 70, 0, 33]
+    batch = inputs(lengths=lengths)
+    counts = {"num_tokens": max(int(batch["mask"].sum()), 1), "num_seqs": torch.tensor(len(lengths))}
+    options = dict(
+        backend="triton", loss_type=loss_type, aggregation="seq_mean_token_mean", ref_logprobs="ref_logprobs",
+        kl_coef=0.1, **counts,
+    )  # fmt: skip
+    whole = ppo(batch, **options)
+    ends = batch["cu_seqlens"].tolist()
+    parts = []
+    for start, end in zip(ends[:-1], ends[1:], strict=True):
+        part = {k: v[start:end] for k, v in batch.items() if k != "cu_seqlens"}
+        parts.append(ppo(part | {"cu_seqlens": torch.tensor([0, end - start])}, **options))
+    assert float(sum(p[0] for p in parts)) == pytest.approx(float(whole[0]), rel=1e-6, abs=1e-7)
+    torch.testing.assert_close(sum(p[1] for p in parts), whole[1], rtol=1e-9, atol=1e-9)
+    assert_bitwise_equal("dlogprobs", torch.cat([p[2] for p in parts]), whole[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+def test_backwards_kernel_gives_torchs_bits(dtype):
+    kept = torch.randn(3, 37) * 10 ** torch.linspace(-9, 6, 37)
+    scales, upstream = torch.tensor([0.37, -1.7e-3]), torch.tensor(1.9)
+    factor, nll_factor = upstream * scales
+    code = [torch.float32, torch.float16, torch.bfloat16].index(dtype)
+    with_nll, entropy = torch.ops.fastppo.loss_grad(kept, scales, upstream, code, 0, "triton")
+    assert_bitwise_equal("with nll", with_nll, (kept[0] * factor + kept[2] * nll_factor).to(dtype))
+    assert_bitwise_equal("entropy", entropy, kept[1] * factor)
+    nothing, got = torch.ops.fastppo.loss_grad(kept[:1], scales[:1], upstream, -1, code, "triton")
+    assert_bitwise_equal("entropy alone", got, (kept[0] * factor).to(dtype))
+    assert nothing.numel() == 0
+
+
+@pytest.mark.parametrize("options", [EVERYTHING, CASES["seq_mask_tis-gspo"], CASES["gmpo"]])
+def test_garbage_where_nothing_is_selected_reaches_nothing(options):
+    batch = inputs(lengths=LENGTHS)
+    garbage = torch.tensor([math.nan, math.inf, -math.inf]).repeat(len(batch["mask"]))
+    dirty = {k: torch.where(batch["mask"], v, garbage[: len(v)]) if k in PPO_FIELDS else v for k, v in batch.items()}
+    equal(ppo(dirty, backend="triton", **options), ppo(batch, backend="triton", **options))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("field", ["logprobs", "advantages"])
+def test_nan_of_a_selected_token_is_nan_in_loss_and_gradient(field, loss_type):
+    batch = inputs(lengths=[4, 3])
+    batch["mask"][:] = True
+    batch[field][1] = math.nan
+    loss, _, grad = ppo(batch, backend="triton", loss_type=loss_type, ref_logprobs="ref_logprobs", kl_coef=0.1)
+    assert bool(loss.isnan())
+    assert bool(grad[:4].isnan().any()) and bool(grad[4:].isfinite().all())
