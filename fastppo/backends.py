@@ -16,7 +16,6 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "gae": {"cpu": ("cpu",), "cuda": ("cuda",)},
     "ppo_loss": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
     "value_loss": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
-    "loss_grad": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},  # the backward of both
 }
 
 

@@ -226,7 +226,7 @@ def _loss_grad(
     grads = _empty_grads(kept, code, entropy_code)
     wanted = [None if c < 0 else grad for c, grad in zip((code, entropy_code), grads, strict=True)]
     nll = code >= 0 and kept.shape[0] > 1 + (entropy_code >= 0)
-    if concrete("loss_grad", backend, kept) == "triton":
+    if concrete("ppo_loss", backend, kept) == "triton":
         from fastppo.kernels.loss_grad import loss_grad
 
         loss_grad(kept, scales, upstream, wanted[0], wanted[1], nll)
