@@ -181,6 +181,16 @@ def test_nan_of_a_selected_token_is_nan_in_loss_and_gradient(field, loss_type):
     assert bool(grad[:4].isnan().any()) and bool(grad[4:].isfinite().all())
 
 
+@pytest.mark.parametrize("correction", ["tis", "icepop", "seq_mask_tis"])
+def test_an_old_log_prob_of_nan_is_not_dropped_by_the_correction(correction):
+    batch = inputs(lengths=[4, 3], device="cuda")
+    batch["mask"][:] = True
+    batch["old_logprobs"][1] = math.nan
+    options = dict(is_correction=correction, rollout_logprobs="rollout_logprobs")
+    loss, _, grad = ppo(batch, backend="triton", **options)
+    assert bool(loss.isnan()) and bool(grad[1].isnan())
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_log_ratio_of_100(loss_type, sign):

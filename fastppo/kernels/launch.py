@@ -6,6 +6,7 @@ their addresses to its launcher at once. A kernel for this takes, in this order:
 annotated with its dtype; constants.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,17 +19,25 @@ from torch import Tensor
 _LAUNCHER_IS_KNOWN = triton.__version__.split(".")[:2] == ["3", "6"]
 
 
-def jit(function: Any) -> Any:
-    """`triton.jit` of a kernel whose numbers make no variants of it: the arguments annotated with a dtype."""
-    numbers = [name for name, annotation in function.__annotations__.items() if isinstance(annotation, tl.dtype)]
-    return triton.jit(function, do_not_specialize=numbers)
+def jit(function: Any, *, unaligned: bool = False) -> Any:
+    """`triton.jit` of a kernel whose numbers make no variants of it: the arguments annotated with a dtype.
+
+    With `unaligned` neither does where its tensors lie: it counts on no alignment that it has not found itself.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    plain = [x.name for x in parameters if x.annotation is not tl.constexpr]
+    numbers = [x.name for x in parameters if isinstance(x.annotation, tl.dtype)]
+    return triton.jit(function, do_not_specialize=plain if unaligned else numbers)
 
 
 class Launcher:
-    """Calls one kernel on a grid of one dimension, on its tensors' device and the current stream there."""
+    """Calls one kernel on a grid of one dimension, on its tensors' device and the current stream there.
 
-    def __init__(self, kernel: Any, **options: Any) -> None:
-        self.kernel, self.options = kernel, options
+    `unaligned` as in `jit`; the options are Triton's.
+    """
+
+    def __init__(self, kernel: Any, *, unaligned: bool = False, **options: Any) -> None:
+        self.kernel, self.unaligned, self.options = kernel, unaligned, options
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -41,19 +50,21 @@ class Launcher:
     ) -> None:
         first = tensors[0]
         assert first is not None
-        if first.device.type == "cpu":  # interpreted
+        index: int | None = first.device.index
+        if index is None:  # CPU: interpreted
             self.kernel[(programs,)](*tensors, *numbers, *constants)
             return
-        index = first.device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 self(programs, tensors, numbers, constants, warps)
             return
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        together = 0
-        for address in addresses:
-            together |= address
-        aligned = together % 16 == 0
+        aligned = self.unaligned
+        if not aligned:
+            together = 0
+            for address in addresses:
+                together |= address
+            aligned = together % 16 == 0
         key = (index, warps, constants, *[None if x is None else x.dtype for x in tensors])
         launch = self.compiled.get(key) if aligned else None
         if launch is not None:

@@ -116,7 +116,8 @@ def correct(pg, slope, old, rollout, selected, seq_kept, is_low, is_high, CORREC
     if CORRECTION == TIS:
         weight = tl.where(known, clamp(weight, is_low, is_high), 1.0)
     elif CORRECTION == ICEPOP:
-        weight = tl.where(~known | ((weight >= is_low) & (weight <= is_high)), weight, 0.0)
+        # NaN is not dropped in silence.
+        weight = tl.where(known & ((weight < is_low) | (weight > is_high)), 0.0, weight)
     else:
         weight = tl.where(seq_kept != 0.0, weight, 0.0)
     dropped = weight == 0.0

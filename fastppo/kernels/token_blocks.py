@@ -217,7 +217,7 @@ def _table_kernel(
         weights = add_chunks(sums, cu_seqlens, b, there, cols, 3, CHUNK, SLOTS)
         mean = (weights / tl.where(known > 1.0, known, 1.0)).to(tl.float32)
         geometric = tl.exp(mean.to(tl.float64)).to(tl.float32)
-        tl.store(tables + KEPT * number + b, ((geometric >= low) & (geometric <= high)).to(tl.float32), mask=there)
+        tl.store(tables + KEPT * number + b, (~((geometric < low) | (geometric > high))).to(tl.float32), mask=there)
 
 
 # --- The end ----------------------------------------------------------------------------------------------------------

@@ -33,5 +33,6 @@ def refuse_double_backward(op: str) -> None:
     """Called first in a backward: autograd records there only when a second derivative is wanted."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f'{op} has no second derivative on this backend (create_graph=True, torch.func): use backend="torch"'
+            f'{op} has no second derivative on this backend (create_graph=True, torch.func): use backend="torch", '
+            "without a vocab, inplace_backward or weight_grad_into"
         )

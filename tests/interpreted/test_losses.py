@@ -126,3 +126,13 @@ def test_nan_of_a_selected_token_is_nan_in_loss_and_gradient(field, loss_type):
     loss, _, grad = ppo(batch, backend="triton", loss_type=loss_type, ref_logprobs="ref_logprobs", kl_coef=0.1)
     assert bool(loss.isnan())
     assert bool(grad[:4].isnan().any()) and bool(grad[4:].isfinite().all())
+
+
+@pytest.mark.parametrize("correction", ["tis", "icepop", "seq_mask_tis"])
+def test_an_old_log_prob_of_nan_is_not_dropped_by_the_correction(correction):
+    batch = inputs(lengths=[4, 3])
+    batch["mask"][:] = True
+    batch["old_logprobs"][1] = math.nan
+    options = dict(is_correction=correction, rollout_logprobs="rollout_logprobs")
+    loss, _, grad = ppo(batch, backend="triton", **options)
+    assert bool(loss.isnan()) and bool(grad[1].isnan())
