@@ -14,8 +14,8 @@ NAMES = ("auto", "cuda", "triton", "cpu", "torch")
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "logprob": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
     "gae": {"cpu": ("cpu", "triton"), "cuda": ("cuda", "triton")},
-    "ppo_loss": {"cpu": ("cpu",)},
-    "value_loss": {"cpu": ("cpu",)},
+    "ppo_loss": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
+    "value_loss": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
 }
 
 

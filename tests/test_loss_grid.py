@@ -7,133 +7,38 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from losses import (
+    AGGREGATIONS,
+    CASES,
+    LAYOUTS,
+    NAMES,
+    PPO_FIELDS,
+    assert_ppo_no_worse,
+    assert_value_no_worse,
+    inputs,
+    ppo,
+    value,
+)
 from torch import Tensor
 
 from fastppo.metrics import PPO_METRICS
-from fastppo.ops.ppo_loss import KL_TYPES, LOSS_TYPES, ppo_loss
+from fastppo.ops.ppo_loss import LOSS_TYPES, ppo_loss
 from fastppo.ops.value_loss import value_loss
 from fastppo.reference.ppo_loss import ppo_loss as ppo_reference
-from fastppo.reference.value_loss import value_loss as value_reference
-from fastppo.testing import assert_bitwise_equal, assert_no_worse, make_loss_inputs
-
-# A vector's tail; a block of 256 and one more; a task of 16384 tokens and the start of the next.
-LENGTHS = [7, 1, 12, 0, 236, 1, 300, 16200, 5]
-AGGREGATIONS = {
-    "token_mean": {},
-    "seq_mean_token_mean": {},
-    "seq_mean_token_sum": {},
-    "token_sum_norm": {"norm": 37.0},
-}
-PPO_FIELDS = ("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy", "advantages")
-
-
-def ppo_case(**options):
-    """Options whose tensors are named: a string stands for the field of the inputs."""
-    return options
-
-
-CASES = {
-    **{f"{loss}": ppo_case(loss_type=loss) for loss in LOSS_TYPES},
-    **{
-        f"{loss}-{how}": ppo_case(loss_type=loss, aggregation=how, **more)
-        for loss in ("ppo", "gspo", "gmpo")
-        for how, more in AGGREGATIONS.items()
-    },
-    **{f"kl-{kl}": ppo_case(kl_type=kl, kl_coef=0.3, ref_logprobs="ref_logprobs") for kl in KL_TYPES},
-    **{
-        f"kl-{kl}-pathwise": ppo_case(kl_type=kl, kl_coef=0.3, kl_grad="pathwise", ref_logprobs="ref_logprobs")
-        for kl in ("k2", "k3")
-    },
-    "kl-measured": ppo_case(ref_logprobs="ref_logprobs", entropy="entropy"),
-    "entropy": ppo_case(entropy="entropy", ent_coef=0.1, aggregation="seq_mean_token_mean"),
-    **{
-        f"{correction}-{loss}": ppo_case(
-            loss_type=loss, is_correction=correction, rollout_logprobs="rollout_logprobs", is_bounds=(0.97, 1.03)
-        )
-        for correction in ("tis", "icepop", "seq_mask_tis")
-        for loss in ("ppo", "gspo", "reinforce")
-    },
-    "dual_clip": ppo_case(dual_clip=1.3, clip_eps_high=0.1),
-    "no_clip": ppo_case(clip_eps=0.0),
-    "sapo_tau": ppo_case(loss_type="sapo", sapo_tau=(0.5, 4.0)),
-    "nll": ppo_case(nll_coef=0.4, nll_mask="nll_mask", kl_coef=0.1, ref_logprobs="ref_logprobs"),
-    "nll-counts": ppo_case(nll_coef=0.4, nll_mask="nll_mask", num_nll_tokens=11, num_tokens=900.5),
-    "gspo-nll-everything": ppo_case(
-        loss_type="gspo", nll_coef=0.4, nll_mask="nll_mask", kl_coef=0.1, ref_logprobs="ref_logprobs",
-        entropy="entropy", ent_coef=0.01, is_correction="tis", rollout_logprobs="rollout_logprobs", dual_clip=2.0,
-        aggregation="seq_mean_token_mean", num_seqs=torch.tensor(5),
-    ),
-    "first_update": ppo_case(old_logprobs=None),
-}  # fmt: skip
-
-
-def inputs(dtype=torch.float32, lengths=LENGTHS, spread=0.4, seed=0):
-    batch = make_loss_inputs(lengths, spread=spread, dtype=dtype, seed=seed)
-    return {**batch._asdict(), "nll_mask": torch.arange(len(batch.mask)) % 3 == 0}
-
-
-def ppo(batch, function=ppo_loss, *, wide=False, packed=True, **options):
-    """loss, metrics, and the gradients of logprobs and (if it is given) entropy."""
-    batch = {k: v.double() if wide and v.is_floating_point() else v for k, v in batch.items()}
-    options = {"old_logprobs": "old_logprobs", **options}
-    options = {k: batch[v] if isinstance(v, str) and v in batch else v for k, v in options.items()}
-    if packed:
-        options["cu_seqlens"] = batch["cu_seqlens"]
-    leaves = {"logprobs": batch["logprobs"].detach().requires_grad_()}
-    if options.get("entropy") is not None:
-        leaves["entropy"] = options["entropy"] = options["entropy"].detach().requires_grad_()
-    old = options.pop("old_logprobs")
-    if function is ppo_loss:
-        options["backend"] = "cpu"
-    loss, metrics = function(leaves["logprobs"], old, batch["advantages"], mask=batch["mask"], **options)
-    grads = torch.autograd.grad(loss * 3.0, list(leaves.values()), allow_unused=True)
-    zeros = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), grads, strict=True)]
-    return [loss.detach(), metrics.detach(), *zeros]
-
-
-NAMES = ("loss", "metrics", "dlogprobs", "dentropy")
+from fastppo.testing import assert_bitwise_equal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_ppo_loss_is_no_worse_than_torch(options, dtype):
-    batch = inputs(dtype)
-    got = ppo(batch, **options)
-    baseline, truth = ppo(batch, ppo_reference, **options), ppo(batch, ppo_reference, wide=True, **options)
-    for name, a, b, c in zip(NAMES, got, baseline, truth, strict=False):
-        if name == "metrics":  # sums of very different sizes: each on its own; counts are exact
-            for metric, x, y, z in zip(PPO_METRICS, a, b, c, strict=True):
-                assert_no_worse(metric, x, y, z, atol=1e-7 * (1 + abs(float(z))))
-        elif name == "loss":
-            # A mean of 1e4 terms of size 1 that cancel, each rounded to float32 once.
-            assert_no_worse(name, a, b, c, atol=1e-7)
-        else:
-            assert_no_worse(name, a, b, c)
-
-
-def value(batch, function=value_loss, *, wide=False, **options):
-    batch = {k: v.double() if wide and v.is_floating_point() else v for k, v in batch.items()}
-    leaf = batch["values"].detach().requires_grad_()
-    old = batch["old_values"] if options.get("clip_eps") else None
-    if function is value_loss:
-        options["backend"] = "cpu"
-    loss, metrics = function(leaf, old, batch["returns"], mask=batch["mask"], cu_seqlens=batch["cu_seqlens"], **options)
-    (grad,) = torch.autograd.grad(loss * 3.0, leaf)
-    return loss.detach(), metrics, grad
+    assert_ppo_no_worse(inputs(dtype), "cpu", **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 @pytest.mark.parametrize("clip_eps", [None, 0.2])
 @pytest.mark.parametrize("how", AGGREGATIONS)
 def test_value_loss_is_no_worse_than_torch(how, clip_eps, dtype):
-    batch = inputs(dtype)
-    options = {"aggregation": how, "clip_eps": clip_eps, **AGGREGATIONS[how]}
-    got = value(batch, **options)
-    baseline, truth = value(batch, value_reference, **options), value(batch, value_reference, wide=True, **options)
-    assert_no_worse("loss", got[0], baseline[0], truth[0], atol=1e-7 * float(truth[0]))
-    for a, b, c in zip(got[1], baseline[1], truth[1], strict=True):
-        assert_no_worse("metrics", a, b, c, atol=1e-7 * (1 + abs(float(c))))
-    assert_no_worse("dvalues", got[2], baseline[2], truth[2])
+    assert_value_no_worse(inputs(dtype), "cpu", aggregation=how, clip_eps=clip_eps, **AGGREGATIONS[how])
 
 
 # -- layouts, lengths, threads ----------------------------------------------------------------------------------------
@@ -141,15 +46,6 @@ def test_value_loss_is_no_worse_than_torch(how, clip_eps, dtype):
 
 def padded_batch(rows=5, columns=301):
     return inputs(lengths=[columns] * rows)
-
-
-LAYOUTS = {
-    "row_padded": lambda x: torch.nn.functional.pad(x, (0, 11))[:, :301],
-    "odd_offset": lambda x: torch.nn.functional.pad(x, (1, 2))[:, 1:302],
-    "transposed": lambda x: x.t().contiguous().t(),
-    "strided": lambda x: x.repeat_interleave(2, -1)[:, ::2],
-    "rows_skipped": lambda x: x.repeat_interleave(2, 0)[::2],
-}
 
 
 @pytest.mark.parametrize("loss_type", ["ppo", "gspo"])
@@ -230,13 +126,18 @@ def test_micro_batches_are_the_whole(lengths, loss_type, how, seed):
 @pytest.mark.parametrize("tokens", [1, 15, 16384 + 3])
 def test_backwards_kernel_gives_torchs_bits(tokens, dtype):
     """Large gradients are scaled by the kernel, small ones by torch: a token's must be the same in either."""
-    kept, nll_kept = torch.randn(2, tokens) * 10 ** torch.linspace(-9, 6, tokens)
-    factor, nll_factor = torch.tensor(0.37), torch.tensor(-1.7e-3)
+    kept = torch.randn(3, tokens) * 10 ** torch.linspace(-9, 6, tokens)
+    scales, upstream = torch.tensor([0.37, -1.7e-3]), torch.tensor(1.9)
+    factor, nll_factor = upstream * scales
     code = [torch.float32, torch.float16, torch.bfloat16].index(dtype)
-    got = torch.ops.fastppo.loss_grad(kept, factor, nll_kept, nll_factor, code)
-    assert_bitwise_equal("with nll", got, (kept * factor + nll_kept * nll_factor).to(dtype))
-    got = torch.ops.fastppo.loss_grad(kept, factor, None, None, code)
-    assert_bitwise_equal("without", got, (kept * factor).to(dtype))
+    with_nll, entropy = torch.ops.fastppo.loss_grad(kept, scales, upstream, code, 0, "cpu")
+    assert_bitwise_equal("with nll", with_nll, (kept[0] * factor + kept[2] * nll_factor).to(dtype))
+    assert_bitwise_equal("entropy", entropy, kept[1] * factor)
+    got, nothing = torch.ops.fastppo.loss_grad(kept[:1], scales[:1], upstream, code, -1, "cpu")
+    assert_bitwise_equal("without", got, (kept[0] * factor).to(dtype))
+    nothing, got = torch.ops.fastppo.loss_grad(kept[:1], scales[:1], upstream, -1, code, "cpu")
+    assert_bitwise_equal("entropy alone", got, (kept[0] * factor).to(dtype))
+    assert nothing.numel() == 0
 
 
 def test_large_batches_are_their_parts():
@@ -364,12 +265,12 @@ def test_registered_ops_pass_opcheck(grads):
         torch.ops.fastppo.ppo_loss,
         (b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"], b["entropy"], b["ref_logprobs"],
          b["rollout_logprobs"], b["nll_mask"], b["cu_seqlens"], torch.tensor(4), None, None, [0, 3, 0, 1, 1], numbers,
-         *grads),
+         *grads, "auto"),
     )  # fmt: skip
     torch.library.opcheck(
         torch.ops.fastppo.value_loss,
         (b["values"], b["old_values"], b["returns"], b["mask"], b["cu_seqlens"], None, torch.tensor(2.0), 1,
-         [0.2, 1.0, -1.0, -1.0], grads[0]),
+         [0.2, 1.0, -1.0, -1.0], grads[0], "auto"),
     )  # fmt: skip
 
 
@@ -395,8 +296,9 @@ def test_counts_of_every_step_need_no_graph_of_their_own(kind):
 
 
 def test_registered_backward_passes_opcheck():
-    kept = torch.randn(2, 5)
-    torch.library.opcheck(torch.ops.fastppo.loss_grad, (kept, torch.tensor(2.0), kept, torch.tensor(3.0), 2))
+    scales, upstream = torch.tensor([2.0, 3.0]), torch.tensor(0.5)
+    for rows, codes in ((3, (2, 0)), (1, (-1, 1)), (2, (0, -1))):
+        torch.library.opcheck(torch.ops.fastppo.loss_grad, (torch.randn(rows, 5), scales, upstream, *codes, "auto"))
 
 
 @pytest.mark.parametrize("op", ["ppo", "value"])

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from fastppo import _build
+from fastppo.backends import resolve
 from fastppo.checks import check_choice, check_like, check_number, check_tensor
 from fastppo.dtypes import CODES
-from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
+from fastppo.ops._autograd import apply, forward_of_all_arguments, refuse_double_backward
 from fastppo.packing import check_cu_seqlens
 from fastppo.reference.aggregation import Sums, normalised
 
@@ -80,11 +81,8 @@ class Kept(NamedTuple):
 
     loss: Tensor  # scalar
     metrics: Tensor
-    scale: Tensor  # scalar: the normaliser of the sum
-    nll_scale: Tensor | None  # scalar: that of the NLL term
-    grad: Tensor | None  # d(sum)/d logprobs or values
-    entropy_grad: Tensor | None
-    nll_grad: Tensor | None
+    scales: Tensor  # [1] or [2]: the normalisers of the sum and of the NLL term
+    grads: Tensor  # [rows, ...]: d(sum)/d logprobs or values, d(sum)/d entropy, d(NLL sum)/d logprobs; those wanted
 
 
 def wants_grad(x: Tensor | None) -> bool:
@@ -106,138 +104,197 @@ def loss_of_sums(
     if plain or not (wants_grad(x) or wants_grad(entropy)) or torch.compiler.is_compiling():
         result = sums(x, entropy)
         return LossOutput(normalised(result).to(dtype), result.metrics)
-    return loss_of_kept(op, lambda x, entropy: _kept_by_formula(sums, x, entropy, dtype), x, entropy)
+    wanted = wants_grad(x), wants_grad(entropy)
+    return loss_of_kept(op, lambda x, entropy: _kept_by_formula(sums, x, entropy, wanted, dtype), x, entropy, "torch")
 
 
 def loss_of_kept(
-    op: str, forward: Callable[[Tensor, Tensor | None], Kept], x: Tensor, entropy: Tensor | None = None
+    op: str, forward: Callable[[Tensor, Tensor | None], Kept], x: Tensor, entropy: Tensor | None, backend: str
 ) -> LossOutput:
     """The loss that `forward` computes together with its gradients, differentiable in x and entropy."""
     if wants_grad(x) or wants_grad(entropy):
-        loss, metrics, *_ = _KeptGradients.apply(x, entropy, forward, op)
+        loss, metrics, *_ = apply(_KeptGradients, x, entropy, forward, op, backend)
         return LossOutput(loss, metrics)
     loss, metrics, *_ = forward(x, entropy)  # torch 2.8 does not compile its slice
     return LossOutput(loss, metrics)
 
 
+def traced(x: Tensor) -> bool:
+    """Whether somebody may want to see registered ops: a compiler, a dispatch mode, torch.func, a subclass of
+    Tensor.
+
+    Nobody else needs the dispatcher, whose way to an op of sixteen arguments and back takes as long as two launches.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 def _kept_by_formula(
-    sums: Callable[[Tensor, Tensor | None], Sums], x: Tensor, entropy: Tensor | None, dtype: torch.dtype
+    sums: Callable[[Tensor, Tensor | None], Sums],
+    x: Tensor,
+    entropy: Tensor | None,
+    wanted: tuple[bool, bool],
+    dtype: torch.dtype,
 ) -> Kept:
     with torch.enable_grad():
         x = x.detach().to(dtype).requires_grad_()
-        inputs = [x]
         if entropy is not None:
             entropy = entropy.detach().to(dtype).requires_grad_()
-            inputs.append(entropy)
         result = sums(x, entropy)
-        grads = torch.autograd.grad(result.total, inputs, retain_graph=result.nll_total is not None, allow_unused=True)
-        nll_grad = None
-        if result.nll_total is not None:
-            (nll_grad,) = torch.autograd.grad(result.nll_total, [x])
+        inputs = [t for t, want in zip((x, entropy), wanted, strict=True) if want and t is not None]
+        nll_too = result.nll_total is not None
+        grads = list(torch.autograd.grad(result.total, inputs, retain_graph=nll_too, allow_unused=True))
+        if result.nll_total is not None and wanted[0]:
+            grads += torch.autograd.grad(result.nll_total, [x])
+    scales = [result.scale] if result.nll_scale is None else [result.scale, result.nll_scale]
     return Kept(
         normalised(result).detach().to(dtype),
         result.metrics,
-        result.scale.to(dtype),
-        None if result.nll_scale is None else result.nll_scale.to(dtype),
-        grads[0],
-        grads[1] if entropy is not None else None,
-        nll_grad,
+        torch.stack(scales).to(dtype),
+        torch.stack([torch.zeros_like(x) if grad is None else grad for grad in grads]).detach(),
     )
 
 
 class _KeptGradients(torch.autograd.Function):
     @forward_of_all_arguments
     def forward(
-        x: Tensor, entropy: Tensor | None, forward: Callable[[Tensor, Tensor | None], Kept], op: str
-    ) -> tuple[Tensor | None, ...]:
+        x: Tensor, entropy: Tensor | None, forward: Callable[[Tensor, Tensor | None], Kept], op: str, backend: str
+    ) -> tuple[Tensor, ...]:
         return tuple(forward(x, entropy))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
-        x, entropy, _, ctx.op = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, entropy, _, ctx.op, ctx.backend = inputs
         ctx.dtypes = (x.dtype, None if entropy is None else entropy.dtype)
-        ctx.mark_non_differentiable(*(t for t in output[1:] if t is not None))
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output[2:])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         refuse_double_backward(ctx.op)
         upstream = grads[0]
         if upstream is None:
-            return None, None, None, None
-        scale, nll_scale, kept, entropy_kept, nll_kept = ctx.saved_tensors
-        factor = upstream * scale
-        nll_factor = None if nll_kept is None else upstream * nll_scale
-        return (
-            _scaled(kept, factor, nll_kept, nll_factor, ctx.dtypes[0]),
-            _scaled(entropy_kept, factor, None, None, ctx.dtypes[1]),
-            None,
-            None,
+            return None, None, None, None, None
+        scales, kept = ctx.saved_tensors
+        dtype, entropy_dtype = ctx.dtypes
+        wants = ctx.needs_input_grad
+        grads = _scaled(
+            kept, scales, upstream, dtype if wants[0] else None, entropy_dtype if wants[1] else None, ctx.backend
         )
+        return *grads, None, None, None
 
 
-# Below this the kernel's call costs more than torch's passes.
+# Below this the CPU kernel's call costs more than torch's passes.
 _KERNEL_TOKENS = 32768
 
 
 def _scaled(
-    kept: Tensor | None,
-    factor: Tensor,
-    nll_kept: Tensor | None,
-    nll_factor: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """kept * factor + nll_kept * nll_factor in `dtype`; the same bits from the kernel and from torch."""
-    if kept is None:
-        return None if nll_kept is None or nll_factor is None else (nll_kept * nll_factor).to(dtype)
-    if (
-        kept.device.type == "cpu"
-        and kept.dtype == torch.float32
-        and dtype in CODES
-        and not torch.compiler.is_compiling()
-        and kept.numel() >= _KERNEL_TOKENS
-        and _build.load()[0] is not None
-    ):
-        scaled: Tensor = torch.ops.fastppo.loss_grad(kept, factor, nll_kept, nll_factor, CODES[dtype])
-        return scaled
-    grad = kept * factor
-    if nll_kept is not None and nll_factor is not None:
-        grad = grad + nll_kept * nll_factor
-    return grad.to(dtype)
+    kept: Tensor,
+    scales: Tensor,
+    upstream: Tensor,
+    dtype: torch.dtype | None,
+    entropy_dtype: torch.dtype | None,
+    backend: str,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of logprobs or values, and of entropy, where they have a dtype: kept * (upstream * scale), with
+    that of the NLL term added. The same bits from the kernels and from torch."""
+    if (backend == "triton" or (backend == "cpu" and kept[0].numel() >= _KERNEL_TOKENS)) and not traced(kept):
+        codes = [-1 if x is None else CODES[x] for x in (dtype, entropy_dtype)]
+        kernels_grads = _loss_grad(kept, scales, upstream, codes[0], codes[1], backend)
+        return None if dtype is None else kernels_grads[0], None if entropy_dtype is None else kernels_grads[1]
+    factor = upstream * scales[0]
+    x_grad: Tensor | None = None
+    entropy_grad: Tensor | None = None
+    if dtype is not None:
+        x_grad = kept[0] * factor
+        if kept.shape[0] > 1 + (entropy_dtype is not None):
+            x_grad = x_grad + kept[-1] * (upstream * scales[1])
+        x_grad = x_grad.to(dtype)
+    if entropy_dtype is not None:
+        entropy_grad = (kept[int(dtype is not None)] * factor).to(entropy_dtype)
+    return x_grad, entropy_grad
+
+
+def _loss_grad(
+    kept: Tensor, scales: Tensor, upstream: Tensor, code: int, entropy_code: int, backend: str
+) -> tuple[Tensor, Tensor]:
+    """The registered op: gradients of logprobs or values and of entropy; empty for those whose dtype code is -1."""
+    grads = _empty_grads(kept, code, entropy_code)
+    wanted = [None if c < 0 else grad for c, grad in zip((code, entropy_code), grads, strict=True)]
+    nll = code >= 0 and kept.shape[0] > 1 + (entropy_code >= 0)
+    if concrete("ppo_loss", backend, kept) == "triton":
+        from fastppo.kernels.loss_grad import loss_grad
+
+        loss_grad(kept, scales, upstream, wanted[0], wanted[1], nll)
+    else:
+        _loss_grad_cpu(kept, scales, upstream, wanted, (code, entropy_code), nll)
+    return grads
 
 
 def _loss_grad_cpu(
-    kept: Tensor, factor: Tensor, nll_kept: Tensor | None, nll_factor: Tensor | None, dtype: int
-) -> Tensor:
+    kept: Tensor,
+    scales: Tensor,
+    upstream: Tensor,
+    wanted: list[Tensor | None],
+    codes: tuple[int, int],
+    nll: bool,
+) -> None:
     """csrc/loss_grad/loss_grad.h."""
-    kept, factor = kept.contiguous(), factor.contiguous()
-    if nll_kept is not None:
-        nll_kept = nll_kept.contiguous()
-    grad = torch.empty(kept.shape, dtype=list(CODES)[dtype])
-    _build.module().loss_grad(
-        kept.data_ptr(),
-        0 if nll_kept is None else nll_kept.data_ptr(),
-        factor.data_ptr(),
-        0 if nll_factor is None else nll_factor.data_ptr(),
-        grad.data_ptr(),
-        dtype,
-        kept.numel(),
-        torch.get_num_threads(),
+    tokens = kept[0].numel()
+    rows = [kept.data_ptr() + 4 * tokens * row for row in range(kept.shape[0])]
+    # Named until the kernel has read them.
+    factors = upstream * scales
+    row = 0
+    for i, grad in enumerate(wanted):
+        if grad is not None:
+            nll_here = nll and i == 0
+            _build.module().loss_grad(
+                rows[row],
+                rows[-1] if nll_here else 0,
+                factors.data_ptr(),
+                factors.data_ptr() + 4 if nll_here else 0,
+                grad.data_ptr(),
+                codes[i],
+                tokens,
+                torch.get_num_threads(),
+            )
+            row += 1
+
+
+def _empty_grads(kept: Tensor, *codes: int) -> tuple[Tensor, Tensor]:
+    dtypes = list(CODES)
+    grad, entropy_grad = (
+        torch.empty(kept.shape[1:] if code >= 0 else (0,), dtype=dtypes[max(code, 0)], device=kept.device)
+        for code in codes
     )
-    return grad
+    return grad, entropy_grad
 
 
 _LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
-_LIBRARY.define("loss_grad(Tensor kept, Tensor factor, Tensor? nll_kept, Tensor? nll_factor, int dtype) -> Tensor")
-_LIBRARY.impl("loss_grad", _loss_grad_cpu, "CPU")
+_LIBRARY.define(
+    "loss_grad(Tensor kept, Tensor scales, Tensor upstream, int dtype, int entropy_dtype, str backend) "
+    "-> (Tensor, Tensor)"
+)
+_LIBRARY.impl("loss_grad", _loss_grad, "CompositeExplicitAutograd")
 # It is a backward, and has none.
 _LIBRARY.impl("loss_grad", torch.library.fallthrough_kernel, "Autograd")
 
 
 @torch.library.register_fake("fastppo::loss_grad", lib=_LIBRARY)
-def _(kept: Tensor, factor: Tensor, nll_kept: Tensor | None, nll_factor: Tensor | None, dtype: int) -> Tensor:
-    return torch.empty(kept.shape, dtype=list(CODES)[dtype], device=kept.device)
+def _(
+    kept: Tensor, scales: Tensor, upstream: Tensor, dtype: int, entropy_dtype: int, backend: str
+) -> tuple[Tensor, Tensor]:
+    return _empty_grads(kept, dtype, entropy_dtype)
+
+
+def concrete(op: str, backend: str, x: Tensor) -> str:
+    """The backend of a registered op, which is called with a resolved one by ours, and with any by others."""
+    return backend if backend in ("cpu", "triton") else resolve(op, backend, x.device, torch.float32)[0]
 
 
 # --- What a kernel is handed; csrc/common/token_blocks.h --------------------------------------------------------------
@@ -279,6 +336,12 @@ def row_shape(x: Tensor) -> tuple[int, int]:
     return (x.shape[0], x.shape[1]) if x.dim() == 2 else (1, x.shape[0])
 
 
-def kept_like(x: Tensor, wanted: bool) -> Tensor:
-    """Room for gradients of x: float32, contiguous; empty where not wanted."""
-    return torch.empty(x.shape if wanted else (0,), dtype=torch.float32, device=x.device)
+def empty_outputs(x: Tensor, metrics: int, scales: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for what a `Kept` holds, float32 but for the metrics, contiguous."""
+    device = x.device
+    return (
+        torch.empty((), dtype=torch.float32, device=device),
+        torch.empty(metrics, dtype=torch.float64, device=device),
+        torch.empty(scales, dtype=torch.float32, device=device),
+        torch.empty((rows, *x.shape), dtype=torch.float32, device=device),
+    )

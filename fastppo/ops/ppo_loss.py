@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fastppo import _build
 from fastppo.backends import resolve
-from fastppo.checks import check_choice, check_like, check_number, check_pair, check_tensor
+from fastppo.checks import check_choice, check_like, check_number, check_pair, check_tensor, contents_checked
 from fastppo.dtypes import accumulator, byte_flags
 from fastppo.metrics import PPO_METRICS
 from fastppo.ops._loss import (
@@ -41,7 +41,8 @@ from fastppo.ops._loss import (
     LossOutput,
     check_count,
     check_layout,
-    kept_like,
+    concrete,
+    empty_outputs,
     loss_of_kept,
     loss_of_sums,
     offsets,
@@ -49,6 +50,7 @@ from fastppo.ops._loss import (
     row_shape,
     split_count,
     strided,
+    traced,
     wants_grad,
 )
 from fastppo.packing import check_cu_seqlens_contents
@@ -196,14 +198,14 @@ def ppo_loss(
     check_layout("logprobs", logprobs, mask, cu_seqlens, aggregation, norm, num_tokens, num_seqs, needs_sequences)
     dtype = accumulator(logprobs, *per_token.values())
     chosen, _ = resolve("ppo_loss", backend, logprobs.device, dtype)
-    if chosen == "cpu":
-        choices = (
+    if chosen != "torch":
+        choices = [
             LOSS_TYPES.index(loss_type),
             KL_TYPES.index(kl_type),
             int(kl_grad == "pathwise"),
             CORRECTIONS.index(is_correction),
             AGGREGATIONS.index(aggregation),
-        )
+        ]
         if is_bounds is None:
             is_bounds = DEFAULT_IS_BOUNDS.get(is_correction or "", (0.0, 0.0))
         tokens, tokens_tensor = split_count(num_tokens)
@@ -228,24 +230,18 @@ def ppo_loss(
         rollout = None if is_correction is None else rollout_logprobs
         positive = nll_mask if nll_coef else None
 
-        def forward(logprobs: Tensor, entropy: Tensor | None) -> Kept:
-            out = torch.ops.fastppo.ppo_loss(
-                logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout, positive, cu_seqlens,
-                tokens_tensor, seqs_tensor, nll_tokens_tensor, choices, list(map(float, numbers)), grad, entropy_grad,
-            )  # fmt: skip
-            loss, metrics, scale, nll_scale, kept, entropy_kept, nll_kept = out
-            nll = positive is not None and grad
-            return Kept(
-                loss,
-                metrics,
-                scale,
-                nll_scale if nll else None,
-                kept if grad else None,
-                entropy_kept if entropy_grad else None,
-                nll_kept if nll else None,
-            )
+        op = torch.ops.fastppo.ppo_loss if traced(logprobs) else _ppo_loss
 
-        return loss_of_kept("ppo_loss", forward, logprobs, entropy)
+        def forward(logprobs: Tensor, entropy: Tensor | None) -> Kept:
+            return Kept(
+                *op(
+                    logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout, positive, cu_seqlens,
+                    tokens_tensor, seqs_tensor, nll_tokens_tensor, choices, list(map(float, numbers)), grad,
+                    entropy_grad, chosen,
+                )
+            )  # fmt: skip
+
+        return loss_of_kept("ppo_loss", forward, logprobs, entropy, chosen)
 
     def sums(logprobs: Tensor, entropy: Tensor | None) -> Sums:
         return definition.ppo_sums(
@@ -306,7 +302,7 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kl_type: Literal["k1",
     return definition.kl_divergence(logprobs, ref_logprobs, kl_type)
 
 
-def _ppo_loss_cpu(
+def _ppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor,
@@ -323,16 +319,27 @@ def _ppo_loss_cpu(
     numbers: list[float],
     wants_grad: bool,
     wants_entropy_grad: bool,
-) -> tuple[Tensor, ...]:
-    """Fills what `_empty_outputs` gives; csrc/ppo_loss/ppo_loss.h."""
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The registered op: fills what `_empty_outputs` gives; csrc/ppo_loss/ppo_loss.h, fastppo/kernels/ppo_loss.py."""
     outputs = _empty_outputs(logprobs, nll_mask is not None, wants_grad, wants_entropy_grad)
-    loss, metrics, scale, nll_scale, grad, entropy_grad, nll_grad = (x.data_ptr() for x in outputs)
+    if cu_seqlens is not None and contents_checked(cu_seqlens):
+        # Under torch.compile nobody has looked at it yet, and the kernel goes where it says.
+        check_cu_seqlens_contents(cu_seqlens, logprobs.numel())
+    if concrete("ppo_loss", backend, logprobs) == "triton":
+        from fastppo.kernels.ppo_loss import ppo_loss as triton_ppo_loss
+
+        triton_ppo_loss(
+            logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout_logprobs, nll_mask, cu_seqlens,
+            num_tokens, num_seqs, num_nll_tokens, choices, numbers, wants_grad, wants_entropy_grad, outputs,
+        )  # fmt: skip
+        return outputs
+    loss, metrics, scales, kept = (x.data_ptr() for x in outputs)
+    rows = [kept + 4 * logprobs.numel() * row for row in range(3)]
     # Converted tensors keep a name until the kernel has read them.
     mask, nll_mask = byte_flags(mask), byte_flags(nll_mask)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-        # Under torch.compile nobody has looked at it yet, and the kernel goes where it says.
-        check_cu_seqlens_contents(cu_seqlens, logprobs.numel())
     *options, tokens, seqs, nll_tokens = numbers
     _build.module().ppo_loss(
         *row_shape(logprobs),
@@ -351,29 +358,24 @@ def _ppo_loss_cpu(
         read_count(tokens, num_tokens),
         read_count(seqs, num_seqs),
         read_count(nll_tokens, num_nll_tokens),
-        grad if wants_grad else 0,
-        entropy_grad if wants_entropy_grad else 0,
-        nll_grad if wants_grad and nll_mask is not None else 0,
+        rows[0] if wants_grad else 0,
+        rows[wants_grad] if wants_entropy_grad else 0,
+        rows[1 + wants_entropy_grad] if wants_grad and nll_mask is not None else 0,
         loss,
-        scale,
-        nll_scale,
+        scales,
+        scales + 4 if nll_mask is not None else 0,
         metrics,
         torch.get_num_threads(),
     )
     return outputs
 
 
-def _empty_outputs(logprobs: Tensor, nll: bool, wants_grad: bool, wants_entropy_grad: bool) -> tuple[Tensor, ...]:
-    """loss, metrics, scale, nll_scale, and the gradients of logprobs, of entropy and of the NLL term's logprobs."""
-    scalars = [torch.empty((), dtype=torch.float32, device=logprobs.device) for _ in range(3)]
-    return (
-        scalars[0],
-        torch.empty(len(PPO_METRICS), dtype=torch.float64, device=logprobs.device),
-        *scalars[1:],
-        kept_like(logprobs, wants_grad),
-        kept_like(logprobs, wants_entropy_grad),
-        kept_like(logprobs, wants_grad and nll),
-    )
+def _empty_outputs(
+    logprobs: Tensor, nll: bool, wants_grad: bool, wants_entropy_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Those of `Kept`."""
+    rows = wants_grad + wants_entropy_grad + (wants_grad and nll)
+    return empty_outputs(logprobs, len(PPO_METRICS), 1 + nll, rows)
 
 
 _LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
@@ -381,13 +383,13 @@ _LIBRARY.define(
     "ppo_loss(Tensor logprobs, Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? entropy, "
     "Tensor? ref_logprobs, Tensor? rollout_logprobs, Tensor? nll_mask, Tensor? cu_seqlens, Tensor? num_tokens, "
     "Tensor? num_seqs, Tensor? num_nll_tokens, int[] choices, float[] numbers, bool wants_grad, "
-    "bool wants_entropy_grad) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool wants_entropy_grad, str backend) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_LIBRARY.impl("ppo_loss", _ppo_loss_cpu, "CPU")
+_LIBRARY.impl("ppo_loss", _ppo_loss, "CompositeExplicitAutograd")
 # The gradient is `_KeptGradients`', around this op.
 _LIBRARY.impl("ppo_loss", torch.library.fallthrough_kernel, "Autograd")
 
 
 @torch.library.register_fake("fastppo::ppo_loss", lib=_LIBRARY)
 def _(logprobs: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    return _empty_outputs(logprobs, options[6] is not None, *options[-2:])
+    return _empty_outputs(logprobs, options[6] is not None, *options[-3:-1])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastppo import _build
 from fastppo.backends import resolve
-from fastppo.checks import check_like, check_number, check_tensor
+from fastppo.checks import check_like, check_number, check_tensor, contents_checked
 from fastppo.dtypes import accumulator, byte_flags
 from fastppo.metrics import VALUE_METRICS
 from fastppo.ops._loss import (
@@ -22,7 +22,8 @@ from fastppo.ops._loss import (
     Kept,
     LossOutput,
     check_layout,
-    kept_like,
+    concrete,
+    empty_outputs,
     loss_of_kept,
     loss_of_sums,
     offsets,
@@ -30,6 +31,7 @@ from fastppo.ops._loss import (
     row_shape,
     split_count,
     strided,
+    traced,
     wants_grad,
 )
 from fastppo.packing import check_cu_seqlens_contents
@@ -86,21 +88,24 @@ def value_loss(
     check_layout("values", values, mask, cu_seqlens, aggregation, norm, num_tokens, num_seqs)
     dtype = accumulator(values, old_values, returns)
     chosen, _ = resolve("value_loss", backend, values.device, dtype)
-    if chosen == "cpu":
+    if chosen != "torch":
         tokens, tokens_tensor = split_count(num_tokens)
         seqs, seqs_tensor = split_count(num_seqs)
         numbers = (clip_eps or 0.0, 1.0 if norm is None else norm, tokens, seqs)
         grad = wants_grad(values)
         clipped_from = None if clip_eps is None else old_values
 
-        def forward(values: Tensor, _: Tensor | None) -> Kept:
-            loss, metrics, scale, kept = torch.ops.fastppo.value_loss(
-                values, clipped_from, returns, mask, cu_seqlens, tokens_tensor, seqs_tensor,
-                AGGREGATIONS.index(aggregation), list(map(float, numbers)), grad,
-            )  # fmt: skip
-            return Kept(loss, metrics, scale, None, kept if grad else None, None, None)
+        op = torch.ops.fastppo.value_loss if traced(values) else _value_loss
 
-        return loss_of_kept("value_loss", forward, values)
+        def forward(values: Tensor, _: Tensor | None) -> Kept:
+            return Kept(
+                *op(
+                    values, clipped_from, returns, mask, cu_seqlens, tokens_tensor, seqs_tensor,
+                    AGGREGATIONS.index(aggregation), list(map(float, numbers)), grad, chosen,
+                )
+            )  # fmt: skip
+
+        return loss_of_kept("value_loss", forward, values, None, chosen)
 
     def sums(values: Tensor, _: Tensor | None) -> Sums:
         return definition.value_sums(
@@ -119,7 +124,7 @@ def value_loss(
     return loss_of_sums("value_loss", sums, values, None, dtype, plain=backend == "torch")
 
 
-def _value_loss_cpu(
+def _value_loss(
     values: Tensor,
     old_values: Tensor | None,
     returns: Tensor,
@@ -130,16 +135,35 @@ def _value_loss_cpu(
     aggregation: int,
     numbers: list[float],
     wants_grad: bool,
-) -> tuple[Tensor, ...]:
-    """Fills what `_empty_outputs` gives; csrc/value_loss/value_loss.h."""
-    outputs = _empty_outputs(values, wants_grad)
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The registered op: fills a `Kept`; csrc/value_loss/value_loss.h, fastppo/kernels/value_loss.py."""
+    outputs = empty_outputs(values, len(VALUE_METRICS), 1, int(wants_grad))
+    if cu_seqlens is not None and contents_checked(cu_seqlens):
+        # Under torch.compile nobody has looked at it yet, and the kernel goes where it says.
+        check_cu_seqlens_contents(cu_seqlens, values.numel())
+    if concrete("value_loss", backend, values) == "triton":
+        from fastppo.kernels.value_loss import value_loss as triton_value_loss
+
+        triton_value_loss(
+            values,
+            old_values,
+            returns,
+            mask,
+            cu_seqlens,
+            num_tokens,
+            num_seqs,
+            aggregation,
+            numbers,
+            wants_grad,
+            outputs,
+        )
+        return outputs
     loss, metrics, scale, grad = (x.data_ptr() for x in outputs)
     # Converted tensors keep a name until the kernel has read them.
     mask = byte_flags(mask)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-        # Under torch.compile nobody has looked at it yet, and the kernel goes where it says.
-        check_cu_seqlens_contents(cu_seqlens, values.numel())
     clip_eps, norm, tokens, seqs = numbers
     _build.module().value_loss(
         *row_shape(values),
@@ -163,24 +187,17 @@ def _value_loss_cpu(
     return outputs
 
 
-def _empty_outputs(values: Tensor, wants_grad: bool) -> tuple[Tensor, ...]:
-    """loss, metrics, scale, and the gradient of values."""
-    loss, scale = (torch.empty((), dtype=torch.float32, device=values.device) for _ in range(2))
-    metrics = torch.empty(len(VALUE_METRICS), dtype=torch.float64, device=values.device)
-    return loss, metrics, scale, kept_like(values, wants_grad)
-
-
 _LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
 _LIBRARY.define(
     "value_loss(Tensor values, Tensor? old_values, Tensor returns, Tensor? mask, Tensor? cu_seqlens, "
-    "Tensor? num_tokens, Tensor? num_seqs, int aggregation, float[] numbers, bool wants_grad) "
+    "Tensor? num_tokens, Tensor? num_seqs, int aggregation, float[] numbers, bool wants_grad, str backend) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
-_LIBRARY.impl("value_loss", _value_loss_cpu, "CPU")
+_LIBRARY.impl("value_loss", _value_loss, "CompositeExplicitAutograd")
 # The gradient is `_KeptGradients`', around this op.
 _LIBRARY.impl("value_loss", torch.library.fallthrough_kernel, "Autograd")
 
 
 @torch.library.register_fake("fastppo::value_loss", lib=_LIBRARY)
 def _(values: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    return _empty_outputs(values, options[-1])
+    return empty_outputs(values, len(VALUE_METRICS), 1, int(options[-2]))
