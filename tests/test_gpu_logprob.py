@@ -51,7 +51,7 @@ def test_auto_takes_it():
 
 
 # One column; edges without a group; a group and edges; around a tile of 512; the vocabularies of Llama 2, GPT-2 (odd),
-# Qwen. Few rows are cut into parts; 5000 are not; 4300 longer ones would leave most of the card idle at the end, and are.
+# Qwen. Few rows are cut into parts; 5000 are not; 4300 longer ones, which would leave the card idle at the end, are.
 SHAPES = [
     (1, 1),
     (3, 2),
