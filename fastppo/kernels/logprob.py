@@ -496,12 +496,14 @@ class Outputs(NamedTuple):
 
 
 def _reduce(block: Tensor, targets: Tensor, temperature: Tensor | None, opt: "RowOptions", out: Outputs) -> None:
-    """A block of rows, in parts of rows that are combined afterwards. Parts are small enough that the last ones to end
-    leave little of the device idle, and enough to occupy all of it."""
+    """A block of rows: whole where their programs fill the device evenly, and otherwise in parts, combined afterwards.
+    A lone program takes long over a long row: the last rows must not be alone on the device."""
     count, config = targets.shape[0], tiles.LOGPROB
     tile = config.groups
     groups = -(-opt.used * block.element_size() // 16)
-    wanted = max(groups // config.part_groups, config.programs * _multiprocessors(block.device) // count, 1)
+    room = config.programs * _multiprocessors(block.device)
+    uneven = 0 < count % room < 0.75 * room
+    wanted = max(room // count, groups // config.part_groups if uneven else 1, 1)
     span = max(-(-groups // wanted), config.least_groups)
     span = -(-span // tile) * tile
     parts = max(1, -(-groups // span))
