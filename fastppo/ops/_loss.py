@@ -123,7 +123,7 @@ def traced(x: Tensor) -> bool:
     """Whether somebody may want to see registered ops: a compiler, a dispatch mode, torch.func, a subclass of
     Tensor.
 
-    Nobody else needs the dispatcher, whose way to an op of sixteen arguments and back takes as long as two launches.
+    Nobody else needs the dispatcher, and its way to an op of sixteen arguments and back is long.
     """
     return (
         torch.compiler.is_compiling()
