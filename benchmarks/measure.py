@@ -15,9 +15,12 @@ from typing import Any, ClassVar
 BURST_S = 2e-3
 # Before a burst the other side's threads may still spin on a core (OpenMP's do, for about a millisecond).
 SETTLE_S = 2e-3
-# A call of at most this is made once, untimed, before each burst, so that a burst starts with its own data in the
-# caches and its own threads awake; in a longer one that no longer counts.
-WARM_S = 0.05
+# A side is called, untimed, for at least this long before each burst, so that a burst starts with its own data in the
+# caches and its own threads awake: after another's data the first calls take up to three times as long, and a short
+# call would be measured cold against a long one that warms up within itself.
+WARM_S = 5e-3
+# A call of more than this is not repeated for that.
+LONG_S = 0.05
 MIN_ROUNDS, MAX_ROUNDS = 5, 201
 
 
@@ -54,34 +57,39 @@ class Side:
 
     burst_s: ClassVar[float] = BURST_S
     settle_s: ClassVar[float] = SETTLE_S
+    warm_s: ClassVar[float] = WARM_S
 
     def calibrate(self) -> None:
         """The call has run before: what is compiled at first use is compiled."""
-        self.one_s = self._burst()
+        self.one_s = self._burst(1)
         while self.one_s * self.loops < self.burst_s / 2 and self.loops < 1_000_000:
             self.loops *= 2
-            self.one_s = self._burst()
+            self.one_s = self._burst(self.loops)
         self.loops = max(1, math.ceil(self.burst_s / self.one_s))
 
     @property
     def round_s(self) -> float:
         """What a round of this side takes in all."""
-        return self.settle_s + self.one_s * (self.loops + (self.one_s <= WARM_S))
+        return self.settle_s + self.one_s * (self.warming_loops + self.loops)
 
-    def _burst(self) -> float:
-        calls = range(self.loops)
+    @property
+    def warming_loops(self) -> int:
+        return 0 if self.one_s > LONG_S else math.ceil(self.warm_s / self.one_s)
+
+    def _burst(self, loops: int) -> float:
+        calls = range(loops)
         begin = time.perf_counter()
         for _ in calls:
             self.call()
         if self.finish is not None:
             self.finish()
-        return (time.perf_counter() - begin) / self.loops
+        return (time.perf_counter() - begin) / loops
 
     def measure(self) -> float:
         time.sleep(self.settle_s)
-        if self.one_s <= WARM_S:
-            self.call()
-        self.seconds.append(self._burst() / self.sets)
+        if self.warming_loops:
+            self._burst(self.warming_loops)
+        self.seconds.append(self._burst(self.loops) / self.sets)
         return self.seconds[-1]
 
     @property

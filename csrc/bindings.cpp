@@ -39,8 +39,8 @@ void gae(const py::object& rewards, const py::object& values, const py::object& 
          const py::object& truncated, const py::object& bootstrap_values, const py::object& final_values,
          uintptr_t lam_per_seq, uintptr_t lam_returns_per_seq, uintptr_t cu_seqlens, bool cu_seqlens_int64,
          uintptr_t advantages, uintptr_t returns, int64_t out_row_stride, int64_t out_time_stride, int64_t num_seqs,
-         int64_t num_steps, float gamma, float lam, float lam_returns, bool separate_returns, int num_threads,
-         int device, uint64_t stream) {
+         int64_t num_steps, float gamma, float lam, float lam_returns, bool separate_returns, uintptr_t scratch,
+         uintptr_t moments, int num_threads, int device, uint64_t stream) {
   GaeParams params;
   params.rewards = gae_tensor(rewards);
   params.values = gae_tensor(values);
@@ -63,6 +63,8 @@ void gae(const py::object& rewards, const py::object& values, const py::object& 
   params.lam = lam;
   params.lam_returns = lam_returns;
   params.separate_returns = separate_returns;
+  params.scratch = pointer<void>(scratch);
+  params.moments = pointer<fastppo::Moments>(moments);
 
   const py::gil_scoped_release no_gil;
 #ifdef FASTPPO_HAS_CUDA
@@ -151,7 +153,8 @@ void moments(uintptr_t x, uintptr_t mask, int64_t size, uintptr_t moments, int n
   fastppo::moments_cpu(params, num_threads);
 }
 
-void whiten(uintptr_t x, uintptr_t mask, int64_t size, uintptr_t moments, uintptr_t out, double eps, int num_threads) {
+void whiten(uintptr_t x, uintptr_t mask, int64_t size, uintptr_t moments, uintptr_t out, double eps, int num_threads,
+            int device, uint64_t stream) {
   const fastppo::WhitenParams params{pointer<const float>(x),
                                      pointer<const int8_t>(mask),
                                      size,
@@ -159,6 +162,12 @@ void whiten(uintptr_t x, uintptr_t mask, int64_t size, uintptr_t moments, uintpt
                                      pointer<float>(out),
                                      eps};
   const py::gil_scoped_release no_gil;
+#ifdef FASTPPO_HAS_CUDA
+  if (device >= 0) return fastppo::whiten_cuda(params, device, stream);
+#else
+  static_cast<void>(device);
+  static_cast<void>(stream);
+#endif
   fastppo::whiten_cpu(params, num_threads);
 }
 
@@ -287,11 +296,15 @@ PYBIND11_MODULE(_C, m) {
         py::arg("lam_returns_per_seq"), py::arg("cu_seqlens"), py::arg("cu_seqlens_int64"), py::arg("advantages"),
         py::arg("returns"), py::arg("out_row_stride"), py::arg("out_time_stride"), py::arg("num_seqs"),
         py::arg("num_steps"), py::arg("gamma"), py::arg("lam"), py::arg("lam_returns"), py::arg("separate_returns"),
-        py::arg("num_threads"), py::arg("device"), py::arg("stream"));
+        py::arg("scratch"), py::arg("moments"), py::arg("num_threads"), py::arg("device"), py::arg("stream"));
+#ifdef FASTPPO_HAS_CUDA
+  m.def("gae_scratch", &fastppo::gae_cuda_scratch, py::arg("num_seqs"), py::arg("num_steps"), py::arg("packed"),
+        py::arg("time_major"), py::arg("separate_returns"), py::arg("moments"));
+#endif
   m.def("moments", &moments, py::arg("x"), py::arg("mask"), py::arg("size"), py::arg("moments"),
         py::arg("num_threads"));
   m.def("whiten", &whiten, py::arg("x"), py::arg("mask"), py::arg("size"), py::arg("moments"), py::arg("out"),
-        py::arg("eps"), py::arg("num_threads"));
+        py::arg("eps"), py::arg("num_threads"), py::arg("device"), py::arg("stream"));
   m.def("ppo_loss", &ppo_loss, py::arg("rows"), py::arg("cols"), py::arg("logprobs"), py::arg("old_logprobs"),
         py::arg("advantages"), py::arg("mask"), py::arg("entropy"), py::arg("ref_logprobs"),
         py::arg("rollout_logprobs"), py::arg("nll_mask"), py::arg("cu_seqlens"), py::arg("rows_are_sequences"),

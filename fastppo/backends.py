@@ -12,8 +12,8 @@ NAMES = ("auto", "cuda", "triton", "cpu", "torch")
 
 # op -> device type -> its kernels there, best first. "torch" runs everywhere and is what is left.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "logprob": {"cpu": ("cpu",)},
-    "gae": {"cpu": ("cpu",), "cuda": ("cuda",)},
+    "logprob": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
+    "gae": {"cpu": ("cpu", "triton"), "cuda": ("cuda", "triton")},
     "ppo_loss": {"cpu": ("cpu",)},
     "value_loss": {"cpu": ("cpu",)},
 }

@@ -10,16 +10,18 @@ import pytest
 from fastppo import _C
 
 ORDER = ("baseline", "avx2", "avx512")
+# What does not depend on it, or is done in processes of its own.
+ELSEWHERE = "not compile and not opcheck and not errors and not instruction and not ranks"
 LOWER = ORDER[: ORDER.index(_C.cpu_isa())]
 
 
 @pytest.mark.parametrize("isa", LOWER)
-@pytest.mark.parametrize("tests", ["test_logprob.py", "test_logprob_grid.py", "test_loss_grid.py"])
+@pytest.mark.parametrize("tests", ["test_gae.py", "test_logprob.py", "test_logprob_grid.py", "test_loss_grid.py"])
 def test_numbers(tests, isa):
     script = f"""
 import sys, pytest, fastppo._C
 assert fastppo._C.cpu_isa() == {isa!r}, fastppo._C.cpu_isa()
-sys.exit(pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "-k", "not compile and not opcheck", {tests!r}]))
+sys.exit(pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", "-k", {ELSEWHERE!r}, {tests!r}]))
 """
     result = subprocess.run(
         [sys.executable, "-c", script],

@@ -647,3 +647,22 @@ def test_unsigned_targets_have_no_ignored_id():
         out = linear_ppo_loss(*head[:2], targets, None, torch.ones(4), backend=backend)
         torch.testing.assert_close(out.logprobs, right)
         assert out.metrics[0] == 4
+
+
+@pytest.mark.parametrize("derived", [False, True], ids=["leaf", "computed"])
+def test_what_else_the_loss_depends_on_is_not_forgotten(derived):
+    """A trained temperature, say: its gradient would be taken by nobody."""
+    head, x = problem()
+    scale = torch.ones(3, requires_grad=True)
+
+    def loss_fn(logprobs, entropy, rows):
+        other = (scale * 2).sum() if derived else scale[0]
+        return (logprobs * other).sum(), logprobs.new_zeros(1, dtype=torch.float64)
+
+    leaf = head.hidden.clone().requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"loss_fn must be differentiable in logprobs and entropy alone, .* shape \[3\]"
+    ):
+        linear_loss(leaf, head.weight, head.targets, loss_fn)
+    with torch.no_grad():
+        linear_loss(leaf, head.weight, head.targets, loss_fn)

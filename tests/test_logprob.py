@@ -1,6 +1,7 @@
 """fastppo.logprob against float64 numpy, its special values, its gradients, its promises about memory and order."""
 
 import math
+import os
 import threading
 
 import numpy as np
@@ -17,8 +18,9 @@ from fastppo.reference.logprob import logprob as reference
 from fastppo.testing import LOGITS, assert_bitwise_equal, assert_no_worse, make_logits, make_targets
 from fastppo.vocab import VocabShard
 
-# "torch_rows" is what a device without a kernel takes: torch ops on chunks of rows.
-BACKENDS = ["cpu", "torch_rows", "torch"]
+# "torch_rows" is what a device without a kernel takes: torch ops on chunks of rows. tests/interpreted takes tests from
+# here for Triton's kernels.
+BACKENDS = ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["cpu", "torch_rows", "torch"]
 INF, NAN = math.inf, math.nan
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -872,3 +872,16 @@ def test_an_advantage_of_nan_is_seen_in_the_gradient(backend, loss_type):
     out = ppo_loss(leaf, leaf.detach(), torch.tensor([[NAN, 1.0]]), loss_type=loss_type, backend=backend)
     (grad,) = torch.autograd.grad(out.loss, leaf)
     assert math.isnan(out.loss.item()) and math.isnan(grad[0, 0].item())
+
+
+@both_backends
+@pytest.mark.parametrize("correction", ["tis", "icepop", "seq_mask_tis"])
+def test_an_old_log_prob_of_nan_is_not_dropped_by_the_correction(backend, correction):
+    """No bound tells whether it lies outside: a weight of 0 would hide it."""
+    leaf = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    old = torch.tensor([[NAN, -2.0]])
+    out = ppo_loss(
+        leaf, old, torch.ones(1, 2), rollout_logprobs=leaf.detach(), is_correction=correction, backend=backend
+    )
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    assert math.isnan(out.loss.item()) and math.isnan(grad[0, 0].item())

@@ -1,5 +1,6 @@
 #include "common/cpu.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
@@ -7,6 +8,10 @@
 #include <string>
 
 #include "common/macros.h"
+
+#ifdef __linux__
+#include <unistd.h>
+#endif
 
 namespace fastppo {
 namespace {
@@ -51,6 +56,18 @@ const char* cpu_isa_name(CpuIsa isa) {
     default:
       return "baseline";
   }
+}
+
+int64_t last_cache_bytes() {
+  static const int64_t bytes = [] {
+    int64_t found = 0;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+    found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+    constexpr int64_t usual = int64_t{32} << 20;
+    return found > 0 ? std::min(found, usual) : usual;
+  }();
+  return bytes;
 }
 
 }  // namespace fastppo

@@ -1,5 +1,7 @@
-// Which instruction set the CPU kernels of this process use.
+// What this machine's processor is to the CPU kernels: the instruction set they use, and its cache.
 #pragma once
+
+#include <cstdint>
 
 namespace fastppo {
 
@@ -10,5 +12,9 @@ enum class CpuIsa { kBaseline, kAvx2, kAvx512 };
 CpuIsa cpu_isa();
 
 const char* cpu_isa_name(CpuIsa isa);
+
+// The last level of this machine's caches: what a few cores may count on, 32 MiB at most or where the system does not
+// tell.
+int64_t last_cache_bytes();
 
 }  // namespace fastppo

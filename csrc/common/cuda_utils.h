@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -27,5 +28,16 @@ class DeviceGuard {
  private:
   int previous_ = 0;
 };
+
+// A grid of blocks in one dimension, on the current device.
+template <typename... Parameters, typename... Arguments>
+void launch(const char* what, void (*kernel)(Parameters...), int64_t blocks, int threads, uint64_t stream,
+            const Arguments&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = reinterpret_cast<cudaStream_t>(stream);
+  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+}
 
 }  // namespace fastppo

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "common/dtype.h"
+#include "gae/whiten.h"
 
 namespace fastppo {
 
@@ -44,12 +45,18 @@ struct GaeParams {
   float lam;
   float lam_returns;
   bool separate_returns;  // returns are advantages under lam_returns, plus values; otherwise under lam
+  void* scratch;          // CUDA: gae_cuda_scratch() bytes, whatever they hold
+  Moments* moments;       // CUDA: of the selected advantages; null where they are not asked for
 };
 
 void gae_cpu(const GaeParams& params, int num_threads);
 
 #ifdef FASTPPO_HAS_CUDA
 void gae_cuda(const GaeParams& params, int device, uint64_t stream);
+
+// Bytes of device memory that a call needs at most; time_major where outputs are [T, B].
+int64_t gae_cuda_scratch(int64_t num_seqs, int64_t num_steps, bool packed, bool time_major, bool separate_returns,
+                         bool moments);
 
 // Why the kernel cannot run on `device` (driver too old, no image for the card); empty where it can.
 std::string gae_cuda_problem(int device);

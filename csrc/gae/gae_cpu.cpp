@@ -6,12 +6,14 @@
 //   2. chain: one scalar chain per slot, SLOTS of them interleaved, so that they hide each other's latency;
 //   3. emit: along time, in short vectors: advantages and returns.
 // An unselected position is delta = -0 and factor 1, which leaves any acc as it is, bit for bit. A slot whose sequence
-// has ended takes the next one of its block. Time-major tensors, whose sequences lie side by side in memory, are walked
-// with a sequence per SIMD lane instead. Each position's arithmetic is the same everywhere and no instruction set
-// contracts into fused multiply-adds, so an answer depends on no layout, instruction set or number of threads.
+// has ended takes the next one that no thread has taken. Time-major tensors, whose sequences lie side by side in
+// memory, are walked with a sequence per SIMD lane instead. Each position's arithmetic is the same everywhere and no
+// instruction set contracts into fused multiply-adds, so an answer depends on no layout, instruction set or number of
+// threads.
 //
 // Legend: b sequence, t position in time, j position within a tile (t = start + j).
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <type_traits>
 
@@ -30,9 +32,7 @@ namespace {
 
 constexpr int kSteps = 128;
 constexpr int kMaxLanes = 16;
-constexpr int64_t kOwnCaches = int64_t{2} << 20;  // bytes; the second level of today's cores
-constexpr int64_t kMinTokensPerBlock = 16384;     // below this a thread costs more to wake than it saves
-constexpr int kBlocksPerThread = 8;               // so that a thread that is late leaves work to the others
+constexpr int64_t kMinTokensPerTask = 16384;  // below this a thread costs more to wake than it saves
 
 template <typename T>
 FASTPPO_INLINE const T* address(const GaeTensor& x, int64_t b, int64_t t) {
@@ -76,19 +76,32 @@ struct Slot {
   float next_value;
   float acc, acc_returns;
   float factor, factor_returns;
+  const float* values;  // of the tile: its own, or the input itself
+  bool plain, stream;
 };
 
 enum class Selected { kNone, kSome, kAll };
 
-// Whether outputs are too large to be found in a core's own caches by whoever reads them next.
-FASTPPO_INLINE bool past_caches(const GaeParams& p) {
+// Whether inputs and outputs are more than the caches hold, so that nobody would find the outputs there.
+bool past_caches(const GaeParams& p) {
   const int64_t positions = p.cu_seqlens != nullptr ? p.num_steps : p.num_seqs * p.num_steps;
-  return positions * 2 * static_cast<int64_t>(sizeof(float)) > kOwnCaches;
+  return positions * 4 * static_cast<int64_t>(sizeof(float)) > last_cache_bytes();
 }
 
 FASTPPO_INLINE bool aligned(const float* x) {
   return reinterpret_cast<uintptr_t>(x) % sizeof(Floats4) == 0;
 }
+
+// What is still to be walked; each thread takes the next when it is done with one.
+struct Shared {
+  std::atomic<int64_t> next;
+  int64_t end;
+
+  int64_t take() {
+    const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
+    return i < end ? i : -1;
+  }
+};
 
 // The kernel in vectors of kLanes: of the width that the instruction set has, because GCC keeps wider ones in memory.
 template <int kLanes>
@@ -184,12 +197,73 @@ struct Kernel {
     std::memcpy(&next_value, &carried, sizeof(carried));
   }
 
+  // x from its second element on, and `last` behind it.
+  static FASTPPO_INLINE Floats shifted_in(const Floats& x, float last) {
+    const Floats lasts = Floats{} + last;
+    Flags from;
+    for (int k = 0; k < kLanes; ++k) from[k] = k + 1;
+    return __builtin_shuffle(x, lasts, from);
+  }
+
+  // Whether float inputs are read where they lie and no episode ends.
+  static FASTPPO_INLINE bool is_plain(const GaeParams& p) {
+    return p.rewards.dtype == Dtype::kFloat32 && p.rewards.time_stride == 1 && p.values.dtype == Dtype::kFloat32 &&
+           p.values.time_stride == 1 && (p.mask.data == nullptr || p.mask.time_stride == 1) &&
+           p.terminated.data == nullptr && p.truncated.data == nullptr && !p.separate_returns;
+  }
+
+  // `fill` of such inputs and a tile of whole vectors.
+  static FASTPPO_INLINE void fill_plain(const GaeParams& p, Slot& slot, Tile& tile, int64_t t) {
+    const float* rewards = address<float>(p.rewards, slot.b, t);
+    const float* values = address<float>(p.values, slot.b, t);
+    const int8_t* mask = p.mask.data == nullptr ? nullptr : address<int8_t>(p.mask, slot.b, t);
+    const Floats zero = {}, one = zero + 1.0f, gamma = zero + p.gamma, factor = zero + slot.factor;
+    const Bytes every = ~Bytes{};
+    float next_value = slot.next_value;
+    slot.values = values;
+    for (int j = slot.n - kLanes; j >= 0; j -= kLanes) {
+      Bytes bytes = every;
+      if (mask != nullptr) {
+        std::memcpy(&bytes, mask + j, sizeof(bytes));
+        bytes = bytes != 0;
+      }
+      std::memcpy(tile.selected + j, &bytes, sizeof(bytes));
+      const Selected kind = selected_of(tile.selected + j);
+      Floats delta = -zero, factors = one;
+      if (kind != Selected::kNone) {
+        const Floats value = load<kLanes>(values + j);
+        Floats next;
+        Flags selected = Flags{} == 0;
+        if (kind == Selected::kAll) {
+          next = shifted_in(value, next_value);
+          next_value = values[j];
+        } else {
+          alignas(64) float walked[kLanes];
+          walk_next_values(tile.selected + j, values + j, walked, tile.flags + j, next_value);
+          next = load<kLanes>(walked);
+          selected = load_flags(tile.flags + j);
+        }
+        delta = load<kLanes>(rewards + j) + gamma * next - value;
+        factors = factor;
+        if (kind == Selected::kSome) {
+          delta = select(selected, delta, -zero);
+          factors = select(selected, factor, one);
+        }
+      }
+      store<kLanes>(tile.deltas + j, delta);
+      store<kLanes>(tile.factors + j, factors);
+    }
+    slot.next_value = next_value;
+  }
+
   static FASTPPO_INLINE void fill(const GaeParams& p, Slot& slot, Tile& tile) {
     // The short tile, if there is one, is the last in time.
     const int rest = static_cast<int>(slot.left % kSteps);
     const int n = slot.n = rest != 0 ? rest : kSteps;
     const int64_t t = slot.start + slot.left - n;
     const int whole = whole_vectors(n);
+    if (slot.plain && n == whole) return fill_plain(p, slot, tile, t);
+    slot.values = tile.values;
     if (p.mask.data != nullptr) {
       copy_flags(p.mask, slot.b, t, n, tile.selected);
     } else {
@@ -290,11 +364,16 @@ struct Kernel {
   }
 
   // What a slot's tile is shorter by than the others', as unselected positions.
-  static FASTPPO_INLINE void pad(Tile& tile, int n, int steps) {
-    for (int j = whole_vectors(n); j < steps; ++j) {
-      tile.deltas[j] = tile.deltas_returns[j] = -0.0f;
-      tile.factors[j] = tile.factors_returns[j] = 1.0f;
-      tile.kept[j] = -1;
+  static FASTPPO_INLINE void pad(const GaeParams& p, Tile& tile, int n, int steps) {
+    const Floats zero = {};
+    for (int j = whole_vectors(n); j < steps; j += kLanes) {
+      store<kLanes>(tile.deltas + j, -zero);
+      store<kLanes>(tile.factors + j, zero + 1.0f);
+      if (p.separate_returns) {
+        store<kLanes>(tile.deltas_returns + j, -zero);
+        store<kLanes>(tile.factors_returns + j, zero + 1.0f);
+      }
+      std::memset(tile.kept + j, -1, sizeof(int32_t) * kLanes);
     }
   }
 
@@ -317,7 +396,7 @@ struct Kernel {
     const bool direct = p.out_time_stride == 1 && slot.n % kLanes == 0;
     float* advantages = direct ? p.advantages + offset : tile.deltas;
     float* returns = direct ? p.returns + offset : tile.rewards;
-    const bool stream = direct && past_caches(p) && aligned(advantages) && aligned(returns);
+    const bool stream = direct && slot.stream && aligned(advantages) && aligned(returns);
     const float* of_returns = p.separate_returns ? tile.deltas_returns : tile.deltas;
     const Floats zero = {};
     for (int j = 0; j < slot.n; j += kLanes) {
@@ -325,7 +404,7 @@ struct Kernel {
       Floats advantage = zero, sum = zero;
       if (kind != Selected::kNone) {
         advantage = load<kLanes>(tile.deltas + j);
-        sum = load<kLanes>(of_returns + j) + load<kLanes>(tile.values + j);
+        sum = load<kLanes>(of_returns + j) + load<kLanes>(slot.values + j);
       }
       if (kind == Selected::kSome) {
         const Flags selected = load_flags(tile.flags + j);
@@ -346,7 +425,7 @@ struct Kernel {
   }
 
   // Sequence b from its end.
-  static FASTPPO_INLINE void begin(const GaeParams& p, int64_t b, Slot& slot) {
+  static FASTPPO_INLINE void begin(const GaeParams& p, int64_t b, bool plain, bool stream, Slot& slot) {
     int64_t start = 0, stop = p.num_steps;
     if (p.cu_seqlens != nullptr && p.cu_seqlens_int64) {
       start = static_cast<const int64_t*>(p.cu_seqlens)[b];
@@ -357,6 +436,8 @@ struct Kernel {
     }
     slot = Slot{};
     slot.b = b;
+    slot.plain = plain;
+    slot.stream = stream;
     slot.start = start;
     slot.left = stop - start;
     slot.factor = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b] : p.lam);
@@ -364,10 +445,10 @@ struct Kernel {
     if (p.final_values.data != nullptr) slot.next_value = load_float(p.final_values, b, 0);
   }
 
-  // Sequences b to end.
   template <int SLOTS>
-  static FASTPPO_INLINE void walk_slots(const GaeParams& p, int64_t b, int64_t end) {
+  static FASTPPO_INLINE void walk_slots(const GaeParams& p, Shared& sequences) {
     const bool cuts = p.terminated.data != nullptr || p.truncated.data != nullptr;
+    const bool plain = is_plain(p), stream = past_caches(p);
     Slot slots[SLOTS] = {};
     Tile tiles[SLOTS];
     for (;;) {
@@ -376,13 +457,13 @@ struct Kernel {
       for (int i = 0; i < SLOTS; ++i) {
         slots[i].left -= slots[i].n;
         slots[i].n = 0;
-        while (slots[i].left == 0 && b < end) begin(p, b++, slots[i]);
+        for (int64_t b; slots[i].left == 0 && (b = sequences.take()) >= 0;) begin(p, b, plain, stream, slots[i]);
         if (slots[i].left > 0) fill(p, slots[i], tiles[i]);
         steps = std::max(steps, whole_vectors(slots[i].n));
       }
       if (steps == 0) break;
 #pragma GCC unroll 1
-      for (int i = 0; i < SLOTS; ++i) pad(tiles[i], slots[i].n, steps);
+      for (int i = 0; i < SLOTS; ++i) pad(p, tiles[i], slots[i].n, steps);
       if (cuts) {
         chain_with_cuts<SLOTS, &Tile::deltas, &Tile::factors, &Slot::acc>(slots, tiles, steps);
       } else {
@@ -452,13 +533,14 @@ struct Kernel {
     }
   }
 
-  // Sequences b to end.
-  static FASTPPO_INLINE void walk(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
-    for (; side_by_side && b + kLanes <= end; b += kLanes) walk_lanes(p, b);
-    if (end - b > 4) {
-      walk_slots<8>(p, b, end);
-    } else if (end - b > 0) {
-      walk_slots<4>(p, b, end);
+  static FASTPPO_INLINE void walk(const GaeParams& p, Shared& groups, Shared& sequences, bool few) {
+    for (int64_t group; (group = groups.take()) >= 0;) {
+      for (int lane = 0; lane < kMaxLanes; lane += kLanes) walk_lanes(p, group * kMaxLanes + lane);
+    }
+    if (few) {
+      walk_slots<4>(p, sequences);
+    } else {
+      walk_slots<8>(p, sequences);
     }
   }
 };
@@ -470,36 +552,19 @@ bool time_major(const GaeParams& p) {
          fits(p.values) && fits(p.mask) && fits(p.terminated) && fits(p.truncated) && fits(p.bootstrap_values);
 }
 
-void walk_baseline(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
-  Kernel<4>::walk(p, b, end, side_by_side);
+void walk_baseline(const GaeParams& p, Shared& groups, Shared& sequences, bool few) {
+  Kernel<4>::walk(p, groups, sequences, few);
 }
 
 #ifdef FASTPPO_X86
-FASTPPO_TARGET_AVX2 void walk_avx2(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
-  Kernel<8>::walk(p, b, end, side_by_side);
+FASTPPO_TARGET_AVX2 void walk_avx2(const GaeParams& p, Shared& groups, Shared& sequences, bool few) {
+  Kernel<8>::walk(p, groups, sequences, few);
 }
 
-FASTPPO_TARGET_AVX512 void walk_avx512(const GaeParams& p, int64_t b, int64_t end, bool side_by_side) {
-  Kernel<16>::walk(p, b, end, side_by_side);
+FASTPPO_TARGET_AVX512 void walk_avx512(const GaeParams& p, Shared& groups, Shared& sequences, bool few) {
+  Kernel<16>::walk(p, groups, sequences, few);
 }
 #endif
-
-// The first sequence of a block of `blocks`: an equal share of the positions, or of the lanes' groups.
-int64_t first_of_block(const GaeParams& p, int64_t block, int64_t blocks, bool side_by_side) {
-  if (p.cu_seqlens == nullptr) {
-    const int64_t unit = side_by_side ? kMaxLanes : 1;
-    const int64_t units = (p.num_seqs + unit - 1) / unit;
-    return std::min(block * units / blocks * unit, p.num_seqs);
-  }
-  if (block == blocks) return p.num_seqs;
-  const int64_t t = block * p.num_steps / blocks;
-  if (p.cu_seqlens_int64) {
-    const int64_t* cu = static_cast<const int64_t*>(p.cu_seqlens);
-    return std::lower_bound(cu, cu + p.num_seqs, t) - cu;
-  }
-  const int32_t* cu = static_cast<const int32_t*>(p.cu_seqlens);
-  return std::lower_bound(cu, cu + p.num_seqs, t) - cu;
-}
 
 }  // namespace
 
@@ -510,16 +575,14 @@ void gae_cpu(const GaeParams& params, int num_threads) {
   if (cpu_isa() == CpuIsa::kAvx2) walk_some = walk_avx2;
   if (cpu_isa() == CpuIsa::kAvx512) walk_some = walk_avx512;
 #endif
-  const bool side_by_side = time_major(params);
   const int64_t positions = params.cu_seqlens != nullptr ? params.num_steps : params.num_seqs * params.num_steps;
-  // A block of fewer sequences than slots leaves slots idle, which counts for less than an idle thread.
-  const int64_t most = std::min<int64_t>(std::max<int64_t>(num_threads, params.num_seqs / 16), params.num_seqs);
-  const int64_t few = std::min<int64_t>(most, static_cast<int64_t>(kBlocksPerThread) * num_threads);
-  const int64_t blocks = std::clamp<int64_t>(positions / kMinTokensPerBlock, 1, few);
-  parallel_for(blocks, num_threads, [&](int64_t block) {
-    const int64_t b = first_of_block(params, block, blocks, side_by_side);
-    walk_some(params, b, first_of_block(params, block + 1, blocks, side_by_side), side_by_side);
-  });
+  const int64_t most = std::min<int64_t>(num_threads, params.num_seqs);
+  const int64_t tasks = std::clamp<int64_t>(positions / kMinTokensPerTask, 1, most);
+  const int64_t num_groups = time_major(params) ? params.num_seqs / kMaxLanes : 0;
+  Shared groups{{0}, num_groups}, sequences{{num_groups * kMaxLanes}, params.num_seqs};
+  // Where there are fewer sequences than all threads have slots, each leaves the others theirs.
+  const bool few = params.num_seqs - sequences.next <= 4 * tasks;
+  parallel_for(tasks, num_threads, [&](int64_t) { walk_some(params, groups, sequences, few); });
 }
 
 }  // namespace fastppo

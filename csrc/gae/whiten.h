@@ -27,4 +27,12 @@ void moments_cpu(const WhitenParams& params, int num_threads);
 // Fills `out` with (x - mean) / sqrt(squares / count + eps), and 0 where unselected, by the moments given.
 void whiten_cpu(const WhitenParams& params, int num_threads);
 
+#ifdef FASTPPO_HAS_CUDA
+// The same on a GPU, where `moments` lies too.
+void whiten_cuda(const WhitenParams& params, int device, uint64_t stream);
+
+// Fills `merged` with the moments of all of `count` parts, on the current device.
+void merge_moments_cuda(const Moments* parts, int64_t count, Moments* merged, uint64_t stream);
+#endif
+
 }  // namespace fastppo

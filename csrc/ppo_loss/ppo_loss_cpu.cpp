@@ -171,7 +171,8 @@ FASTPPO_INLINE void walk_block(const PpoLossParams& p, SequenceTables& s, int64_
       if (p.correction == Correction::kTis) {
         weight = known ? clamp(weight, p.is_bounds[0], p.is_bounds[1]) : one;
       } else if (p.correction == Correction::kIcepop) {
-        weight = (~known | ((weight >= p.is_bounds[0]) & (weight <= p.is_bounds[1]))) ? weight : zero;
+        // NaN is not dropped in silence.
+        weight = (known & ((weight < p.is_bounds[0]) | (weight > p.is_bounds[1]))) ? zero : weight;
       } else {
         weight = load<LANES>(tiles.seq_kept + i) != zero ? weight : zero;
       }
@@ -349,7 +350,7 @@ void sequence_means(const PpoLossParams& p, SequenceTables& s, int64_t b) {
   if (!s.kept.empty()) {
     const float mean = static_cast<float>(log_weights / static_cast<double>(std::max<int64_t>(known, 1)));
     const float geometric_mean = std::exp(mean);
-    s.kept[at] = geometric_mean >= p.is_bounds[0] && geometric_mean <= p.is_bounds[1] ? 1.0f : 0.0f;
+    s.kept[at] = geometric_mean < p.is_bounds[0] || geometric_mean > p.is_bounds[1] ? 0.0f : 1.0f;
   }
 }
 

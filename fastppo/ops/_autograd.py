@@ -19,9 +19,20 @@ def forward_of_all_arguments(function: Callable[..., Any]) -> Any:
     return staticmethod(function)
 
 
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """function.apply(*arguments), without what that does on each call for torch.func and for arguments left out.
+
+    Even with one argument in its signature that is a tenth of what a loss takes on the host.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
 def refuse_double_backward(op: str) -> None:
     """Called first in a backward: autograd records there only when a second derivative is wanted."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f'{op} has no second derivative on this backend (create_graph=True, torch.func): use backend="torch"'
+            f'{op} has no second derivative on this backend (create_graph=True, torch.func): use backend="torch", '
+            "without a vocab, inplace_backward or weight_grad_into"
         )

@@ -2,12 +2,13 @@
 
     logprob_stats     a rank's columns -> (m, s - 1, t, zy) per row     (`vocab.py` says what they are)
     logprob_combine   all ranks' statistics -> logprobs, entropy, and what backward needs, (m, s - 1, t/s, d_y) per row
+    logprob_forward   both, where this rank has all columns: one kernel on a GPU
     logprob_dlogits   the logits' gradient, anew; logprob_dlogits_ writes it into the logits
 
-"cpu" is csrc/logprob, "torch" is `_logprob_rows.py`. Shapes are checked in the public functions.
+"cpu" is csrc/logprob, "triton" is kernels/logprob.py, "torch" is `_logprob_rows.py`. Shapes are checked in the public
+functions.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from fastppo.backends import resolve
 from fastppo.checks import check_like, check_number, check_tensor, contents_checked
 from fastppo.dtypes import CODES, accumulator
 from fastppo.ops import _logprob_rows as rows
+from fastppo.ops._row_blocks import for_blocks, rows_of, unit_columns
 from fastppo.vocab import combine_stats
 
 
@@ -63,15 +65,18 @@ def _logprob_stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, 
     chosen, _ = resolve("logprob", opt.backend, logits.device, logits.dtype)
     if chosen == "torch":
         return rows.stats(logits, targets, temperature, *options[:-1])
+    if chosen == "triton":
+        stats: Tensor = _triton().stats(logits, targets, temperature, opt)
+        return stats
     result = torch.empty(targets.numel(), 4, dtype=torch.float32, device=logits.device)
-    logits = _unit_columns(logits)
+    logits = unit_columns(logits)
     targets, temperature = targets.contiguous(), _float32(temperature)
 
     def call(logits: Tensor, first: int, count: int) -> None:
         arguments = _row_arguments(logits, targets, temperature, first, count, opt)
         _build.module().logprob_stats(*arguments, result.data_ptr() + 16 * first, torch.get_num_threads())
 
-    _for_blocks(call, logits)
+    for_blocks(call, logits)
     return result
 
 
@@ -97,6 +102,10 @@ def _logprob_combine(
         entropy = torch.where(used, log_s - mean_d, 0.0).to(dtype) if with_entropy else logprobs.new_empty(0)
         kept = torch.where(used[:, None], torch.stack((m, excess, mean_d, d_y), -1), 0.0).to(dtype)
         return logprobs, entropy, kept
+    if chosen == "triton":
+        opt = RowOptions(scalar_temperature, None, ignore_index, with_entropy, 0, 0, backend)
+        results: tuple[Tensor, Tensor, Tensor] = _triton().combine(gathered, targets, temperature, opt)
+        return results
     gathered, targets, temperature = gathered.contiguous(), targets.contiguous(), _float32(temperature)
     logprobs = torch.empty(count, dtype=torch.float32)
     entropy = torch.empty(count if with_entropy else 0, dtype=torch.float32)
@@ -114,6 +123,20 @@ def _logprob_combine(
         kept.data_ptr(),
     )
     return logprobs, entropy, kept
+
+
+def _logprob_forward(
+    logits: Tensor, targets: Tensor, temperature: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    opt = RowOptions(*options)
+    chosen, _ = resolve("logprob", opt.backend, logits.device, logits.dtype)
+    if chosen == "triton":
+        results: tuple[Tensor, Tensor, Tensor] = _triton().forward(logits, targets, temperature, opt)
+        return results
+    gathered = _logprob_stats(logits, targets, temperature, *options).unsqueeze(0)
+    return _logprob_combine(
+        gathered, targets, temperature, opt.temperature, opt.ignore_index, opt.with_entropy, opt.backend
+    )
 
 
 def _logprob_dlogits(logits: Tensor, *arguments: Any) -> Tensor:
@@ -151,35 +174,53 @@ def _write_dlogits(
         out.copy_(logits)
         return
     in_place = out is logits
-    logits = _unit_columns(logits)
+    logits = unit_columns(logits)
+    opt = opt._replace(with_entropy=grad_entropy is not None)
+    write = _triton().write_dlogits if chosen == "triton" else _write_dlogits_cpu
+    write(logits if in_place else out, logits, targets, temperature, kept, grad_logprobs, grad_entropy, opt)
+    if in_place:
+        torch.autograd.graph.increment_version(out)  # who saved the logits learns that they are gone
+
+
+def _write_dlogits_cpu(
+    out: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    kept: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    opt: RowOptions,
+) -> None:
     targets, temperature, kept = targets.contiguous(), _float32(temperature), kept.contiguous()
     grads = [None if grad is None else grad.float() for grad in (grad_logprobs, grad_entropy)]
-    opt = opt._replace(with_entropy=grad_entropy is not None)
 
-    def call(logits: Tensor, out: Tensor, first: int, count: int) -> None:
+    def call(out: Tensor, logits: Tensor, first: int, count: int) -> None:
         upstream: list[int] = []
         for grad in grads:
             upstream += (0, 0) if grad is None else (grad.data_ptr() + 4 * first * grad.stride(0), grad.stride(0))
         _build.module().logprob_dlogits(
             *_row_arguments(logits, targets, temperature, first, count, opt),
-            _rows_of(out),
+            (out.data_ptr(), *rows_of(out)),
             kept.data_ptr() + 16 * first,
             *upstream,
             torch.get_num_threads(),
         )
 
-    if in_place:
-        _for_blocks(lambda block, first, count: call(block, block, first, count), logits)
-        torch.autograd.graph.increment_version(out)  # who saved the logits learns that they are gone
-    else:
-        _for_blocks(call, logits, out)
+    for_blocks(call, out, logits)
+
+
+def _triton() -> Any:
+    from fastppo.kernels import logprob
+
+    return logprob
 
 
 def _row_arguments(
     logits: Tensor, targets: Tensor, temperature: Tensor | None, first: int, count: int, opt: RowOptions
 ) -> tuple[Any, ...]:
     return (
-        _rows_of(logits),
+        (logits.data_ptr(), *rows_of(logits)),
         CODES[logits.dtype],
         targets.data_ptr() + 8 * first,
         0 if temperature is None else temperature.data_ptr() + 4 * first,
@@ -192,36 +233,6 @@ def _row_arguments(
         opt.start,
         opt.used,
     )
-
-
-def _rows_of(x: Tensor) -> tuple[int, int, int, int]:
-    """(address, rows per outer step, outer stride, inner stride) of at most two leading dimensions."""
-    if x.dim() == 1:
-        return x.data_ptr(), 1, 0, 0
-    if x.dim() == 2:
-        return x.data_ptr(), max(x.shape[0], 1), 0, x.stride(0)
-    return x.data_ptr(), max(x.shape[1], 1), x.stride(0), x.stride(1)
-
-
-def _for_blocks(call: Callable[..., None], *tensors: Tensor) -> None:
-    """Calls call(*blocks, first row, rows) for parts of [..., V] tensors with at most two leading dimensions."""
-    first, pending = 0, [tensors]
-    while pending:
-        blocks = pending.pop()
-        if blocks[0].dim() > 3:
-            try:
-                blocks = tuple(x.view(-1, *x.shape[-2:]) for x in blocks)
-            except RuntimeError:
-                pending += reversed(list(zip(*(x.unbind(0) for x in blocks), strict=True)))
-                continue
-        count = blocks[0].shape[:-1].numel()
-        if count:
-            call(*blocks, first, count)
-        first += count
-
-
-def _unit_columns(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _float32(x: Tensor | None) -> Tensor | None:
@@ -244,10 +255,14 @@ _LIBRARY.define(
     "logprob_combine(Tensor gathered, Tensor targets, Tensor? temperature, float scalar_temperature, "
     "int ignore_index, bool with_entropy, str backend) -> (Tensor, Tensor, Tensor)"
 )
+_LIBRARY.define(
+    f"logprob_forward(Tensor logits, Tensor targets, Tensor? temperature, {ROW_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+)
 _LIBRARY.define(f"logprob_dlogits(Tensor logits, {_GRADIENT}) -> Tensor")
 _LIBRARY.define(f"logprob_dlogits_(Tensor(a!) logits, {_GRADIENT}) -> ()")
 _LIBRARY.impl("logprob_stats", _logprob_stats, "CompositeExplicitAutograd")
 _LIBRARY.impl("logprob_combine", _logprob_combine, "CompositeExplicitAutograd")
+_LIBRARY.impl("logprob_forward", _logprob_forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("logprob_dlogits", _logprob_dlogits, "CompositeExplicitAutograd")
 _LIBRARY.impl("logprob_dlogits_", _logprob_dlogits_, "CompositeExplicitAutograd")
 
@@ -272,6 +287,25 @@ def _(
         gathered.new_empty(count),
         gathered.new_empty(count if with_entropy else 0),
         gathered.new_empty(count, 4),
+    )
+
+
+@torch.library.register_fake("fastppo::logprob_forward", lib=_LIBRARY)
+def _(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    scalar: float,
+    softcap: float | None,
+    ignored: int,
+    with_entropy: bool,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    count, dtype = targets.numel(), accumulator(logits)
+    return (
+        logits.new_empty(count, dtype=dtype),
+        logits.new_empty(count if with_entropy else 0, dtype=dtype),
+        logits.new_empty(count, 4, dtype=dtype),
     )
 
 

@@ -1,5 +1,6 @@
-"""`fastppo.whiten` of float32 on a CPU by the compiled kernel: a pass for count, mean and squares about the mean, which
-are merged over the ranks, and a pass that applies them. For `fastppo.gae(whiten=True)`."""
+"""`fastppo.whiten` of float32 by the compiled kernels: count, mean and squares about the mean, which are merged over
+the ranks, and a pass that applies them. On a CPU they take a pass of their own; on a GPU the kernel of gae takes them
+on its way. For `fastppo.gae(whiten=True)`."""
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,13 @@ from fastppo.dtypes import byte_flags
 from fastppo.reference.advantages import WHITEN_EPS
 
 
-def whiten(x: Tensor, mask: Tensor | None, *, group: "dist.ProcessGroup | None") -> Tensor:
-    """x: float32 on a CPU. Two all-reduces, in which every rank takes part, as in the definition."""
-    moments = torch.ops.fastppo.moments(x, mask)
+def whiten(
+    x: Tensor, mask: Tensor | None, moments: Tensor | None = None, *, group: "dist.ProcessGroup | None"
+) -> Tensor:
+    """x: float32, on a CPU, or on a GPU with its moments. Two all-reduces, in which every rank takes part, as in the
+    definition."""
+    if moments is None:
+        moments = torch.ops.fastppo.moments(x, mask)
     if dist.is_available() and dist.is_initialized():
         moments = _merge(moments, group)
     result: Tensor = torch.ops.fastppo.apply_moments(x, mask, moments)
@@ -58,6 +63,7 @@ def _apply_moments(x: Tensor, mask: Tensor | None, moments: Tensor) -> Tensor:
         y = (x.double() - moments[1]) * torch.rsqrt(moments[2] / moments[0].clamp_min(1) + WHITEN_EPS)
         return y.float() if flat is None else torch.where(flat != 0, y, 0.0).float()
     out = torch.empty_like(x)
+    on_gpu = x.device.type == "cuda"
     module.whiten(
         x.data_ptr(),
         0 if flat is None else flat.data_ptr(),
@@ -66,6 +72,8 @@ def _apply_moments(x: Tensor, mask: Tensor | None, moments: Tensor) -> Tensor:
         out.data_ptr(),
         WHITEN_EPS,
         torch.get_num_threads(),
+        x.device.index if on_gpu else -1,
+        torch.cuda.current_stream(x.device).cuda_stream if on_gpu else 0,
     )
     return out
 
@@ -85,4 +93,4 @@ def _(x: Tensor, mask: Tensor | None) -> Tensor:
 
 @torch.library.register_fake("fastppo::apply_moments", lib=_LIBRARY)
 def _(x: Tensor, mask: Tensor | None, moments: Tensor) -> Tensor:
-    return torch.empty(x.shape)
+    return torch.empty(x.shape, device=x.device)

@@ -19,10 +19,12 @@ from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.checks import FLOATS, check_device, check_like, check_tensor, contents_checked
 from fastppo.dtypes import CODES, accumulator, byte_flags
-from fastppo.ops._whiten import whiten as whiten_on_cpu
+from fastppo.ops._whiten import whiten as whiten_by_kernel
 from fastppo.ops.advantages import whiten as whiten_anywhere
 from fastppo.packing import check_cu_seqlens_contents, check_cu_seqlens_form
 from fastppo.reference.gae import gae as definition
+
+Strided = tuple[Tensor, int, int]  # a tensor and its strides of rows and of time
 
 
 class GAEOutput(NamedTuple):
@@ -94,7 +96,12 @@ def gae(
         _check_lam("lam_returns", lam_returns, rewards, num_seqs)
     per_seq = lam if isinstance(lam, Tensor) else None
     returns_per_seq = lam_returns if isinstance(lam_returns, Tensor) else None
-    advantages, returns = torch.ops.fastppo.gae(
+    # Where a kernel of ours whitens: on a GPU from moments that the kernel of gae takes on its way.
+    kernel = ""
+    if whiten and rewards.device.type in ("cpu", "cuda"):
+        dtype = accumulator(rewards, values, bootstrap_values)
+        kernel, _ = resolve("gae", backend, rewards.device, dtype)
+    advantages, returns, moments = torch.ops.fastppo.gae(
         rewards,
         values,
         gamma,
@@ -109,10 +116,12 @@ def gae(
         cu_seqlens,
         time_dim,
         backend,
+        kernel == "cuda",
     )
-    if whiten:
-        compiled = backend in ("auto", "cpu") and advantages.device.type == "cpu" and advantages.dtype == torch.float32
-        advantages = (whiten_on_cpu if compiled else whiten_anywhere)(advantages, mask, group=group)
+    if kernel in ("cpu", "cuda"):
+        advantages = whiten_by_kernel(advantages, mask, moments if kernel == "cuda" else None, group=group)
+    elif whiten:
+        advantages = whiten_anywhere(advantages, mask, group=group)
     return GAEOutput(advantages, returns)
 
 
@@ -187,7 +196,6 @@ def _check_lam(name: str, value: float | Tensor, rewards: Tensor, num_seqs: int)
     check_device(name, value, "rewards", rewards)
 
 
-@torch.no_grad()
 def _gae(
     rewards: Tensor,
     values: Tensor,
@@ -203,8 +211,13 @@ def _gae(
     cu_seqlens: Tensor | None,
     time_dim: int,
     backend: str,
-) -> tuple[Tensor, Tensor]:
-    """The registered op, unwhitened: checks contents, where they may be looked at, and calls the backend."""
+    with_moments: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The registered op, unwhitened: checks contents, where they may be looked at, and calls the backend.
+
+    The third output is count, mean and squares about the mean of the selected advantages, float64 [3], which backend
+    "cuda" can give; [0] where they are not asked for.
+    """
     for name, per_seq in (("lam", lam_per_seq), ("lam_returns", lam_returns_per_seq)):
         if per_seq is not None and contents_checked(per_seq):
             outside = ~((per_seq >= 0) & (per_seq <= 1))
@@ -216,55 +229,85 @@ def _gae(
 
     dtype = accumulator(rewards, values, bootstrap_values)
     chosen, _ = resolve("gae", backend, rewards.device, dtype)
+    moments = torch.empty(3 if with_moments else 0, dtype=torch.float64, device=rewards.device)
     if chosen == "torch":
-        return definition(
-            rewards,
-            values,
-            gamma=gamma,
-            lam=lam if lam_per_seq is None else lam_per_seq,
-            lam_returns=lam_returns if lam_returns_per_seq is None else lam_returns_per_seq,
-            mask=mask,
-            terminated=terminated,
-            truncated=truncated,
-            bootstrap_values=bootstrap_values,
-            cu_seqlens=cu_seqlens,
-            time_dim=time_dim,
-        )
+        with torch.no_grad():
+            advantages, returns = definition(
+                rewards,
+                values,
+                gamma=gamma,
+                lam=lam if lam_per_seq is None else lam_per_seq,
+                lam_returns=lam_returns if lam_returns_per_seq is None else lam_returns_per_seq,
+                mask=mask,
+                terminated=terminated,
+                truncated=truncated,
+                bootstrap_values=bootstrap_values,
+                cu_seqlens=cu_seqlens,
+                time_dim=time_dim,
+            )
+        return advantages, returns, moments
 
     advantages = torch.empty(rewards.shape, dtype=torch.float32, device=rewards.device)
     returns = torch.empty_like(advantages)
     num_seqs = _num_seqs(rewards, cu_seqlens, time_dim)
 
-    def strides(x: Tensor) -> tuple[int, int]:  # of rows and of time
-        return (0, x.stride(0)) if x.dim() == 1 else (x.stride(_row_dim(time_dim)), x.stride(time_dim))
+    row_dim = _row_dim(time_dim)
 
-    def floats(x: Tensor) -> tuple[int, int, int, int]:
-        return (x.data_ptr(), *strides(x), CODES[x.dtype])
-
-    # Converted tensors keep a name until the launch: their memory must not be another's before it is read.
-    converted = [byte_flags(x) for x in (mask, terminated, truncated)]
-    flags = [None if x is None else (x.data_ptr(), *strides(x), 0) for x in converted]
-    lams = [None if x is None else x.to(torch.float32).contiguous() for x in (lam_per_seq, lam_returns_per_seq)]
-    if cu_seqlens is not None:
-        cu_seqlens = cu_seqlens.contiguous()
+    def strided(x: Tensor) -> Strided:  # with its strides of rows and of time
+        both = x.stride()
+        return (x, 0, both[0]) if len(both) == 1 else (x, both[row_dim], both[time_dim])
 
     bootstrap = final = None
     if bootstrap_values is not None:
         if truncated is not None and bootstrap_values.shape == values.shape:
-            bootstrap = floats(bootstrap_values)
+            bootstrap = strided(bootstrap_values)
         elif bootstrap_values.shape == (num_seqs,):
-            code = CODES[bootstrap_values.dtype]
-            one_per_seq = (bootstrap_values.data_ptr(), bootstrap_values.stride(0), 0, code)
+            one_per_seq = (bootstrap_values, bootstrap_values.stride(0), 0)
             bootstrap, final = (None, one_per_seq) if truncated is None else (one_per_seq, None)
 
-    out_row_stride, out_time_stride = strides(advantages)
-    on_gpu = chosen == "cuda"
-    _build.module().gae(
-        floats(rewards),
-        floats(values),
-        *flags,
+    # Converted tensors keep a name until the launch: their memory must not be another's before it is read.
+    flags = [byte_flags(x) for x in (mask, terminated, truncated)]
+    inputs = [
+        strided(rewards),
+        strided(values),
+        *(None if x is None else strided(x) for x in flags),
         bootstrap,
         final,
+    ]
+    lams = [None if x is None else x.to(torch.float32).contiguous() for x in (lam_per_seq, lam_returns_per_seq)]
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+    lam_of_returns = lam if lam_returns is None else lam_returns
+    separate = lam_returns is not None or lam_returns_per_seq is not None
+
+    if chosen == "triton":
+        from fastppo.kernels.gae import gae as triton_gae
+
+        triton_gae(
+            inputs,
+            (lams[0], lams[1]),
+            cu_seqlens,
+            strided(advantages),
+            strided(returns),
+            num_seqs,
+            num_steps,
+            gamma,
+            lam,
+            lam_of_returns,
+            separate,
+        )
+        return advantages, returns, moments
+
+    _, out_row_stride, out_time_stride = strided(advantages)
+    on_gpu = chosen == "cuda"
+    scratch = None
+    if on_gpu:
+        size = _build.module().gae_scratch(
+            num_seqs, num_steps, cu_seqlens is not None, out_time_stride != 1, separate, with_moments
+        )
+        scratch = torch.empty(size, dtype=torch.uint8, device=rewards.device) if size else None
+    _build.module().gae(
+        *(None if x is None else (x[0].data_ptr(), *x[1:], CODES.get(x[0].dtype, 0)) for x in inputs),
         *(0 if x is None else x.data_ptr() for x in lams),
         0 if cu_seqlens is None else cu_seqlens.data_ptr(),
         cu_seqlens is not None and cu_seqlens.dtype == torch.int64,
@@ -276,20 +319,22 @@ def _gae(
         num_steps,
         gamma,
         lam,
-        lam if lam_returns is None else lam_returns,
-        lam_returns is not None or lam_returns_per_seq is not None,
+        lam_of_returns,
+        separate,
+        0 if scratch is None else scratch.data_ptr(),
+        moments.data_ptr() if with_moments else 0,
         torch.get_num_threads(),
         rewards.device.index if on_gpu else -1,
         torch.cuda.current_stream(rewards.device).cuda_stream if on_gpu else 0,
     )
-    return advantages, returns
+    return advantages, returns, moments
 
 
 _LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
 _LIBRARY.define(
     "gae(Tensor rewards, Tensor values, float gamma, float lam, Tensor? lam_per_seq, float? lam_returns, "
     "Tensor? lam_returns_per_seq, Tensor? mask, Tensor? terminated, Tensor? truncated, Tensor? bootstrap_values, "
-    "Tensor? cu_seqlens, int time_dim, str backend) -> (Tensor, Tensor)"
+    "Tensor? cu_seqlens, int time_dim, str backend, bool with_moments=False) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("gae", _gae, "CompositeExplicitAutograd")
 # No gradient flows: autograd steps aside.
@@ -297,7 +342,12 @@ _LIBRARY.impl("gae", torch.library.fallthrough_kernel, "Autograd")
 
 
 @torch.library.register_fake("fastppo::gae", lib=_LIBRARY)
-def _(rewards: Tensor, values: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _(rewards: Tensor, values: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulator(rewards, values, options[8])
     shape, device = rewards.shape, rewards.device
-    return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+    with_moments = len(options) > 12 and options[12]
+    return (
+        torch.empty(shape, dtype=dtype, device=device),
+        torch.empty(shape, dtype=dtype, device=device),
+        torch.empty(3 if with_moments else 0, dtype=torch.float64, device=device),
+    )

@@ -101,7 +101,8 @@ def linear_loss(
     loss_fn(logprobs [n], entropy [n], rows) -> (loss, metrics) is called once per chunk and its results are added: it
     must be a sum over its tokens (or sequences), divided by counts that were fixed beforehand, not a mean over what
     it is given. It may be any differentiable function; its gradient with respect to logprobs and entropy is taken
-    inside. What it reads of `rows` comes cut to the same n tokens.
+    inside, and it may depend on nothing else that requires grad. What it reads of `rows` comes cut to the same n
+    tokens.
 
     Args:
         hidden, weight, targets, bias, temperature, softcap, ignore_index, with_entropy, vocab, reduce_dhidden,
@@ -128,7 +129,8 @@ def linear_loss(
 
     Raises:
         ValueError, TypeError, IndexError: as `fastppo.linear_logprob`; rows, mask or cu_seqlens of another shape or
-            device, a row tensor that requires grad, chunk_tokens < 1, num_rows other than the number of rows.
+            device, a row tensor or another that loss_fn uses that requires grad, chunk_tokens < 1, num_rows other than
+            the number of rows.
         RuntimeError: a second backward, a second derivative on another backend than "torch".
     """
     if rows is not None and not isinstance(rows, Mapping):
@@ -384,6 +386,8 @@ def _coefficients(
             f"loss_fn must return metrics of one shape for every chunk, {list(work.metrics[0].shape)}, "
             f"got {list(metrics.shape)}"
         )
+    if wanted and not work.losses:
+        _check_captured(loss, leaves)
     work.losses.append(loss.detach())
     work.metrics.append(metrics.detach())
     upstream, of_entropy = logprobs.new_zeros(logprobs.shape[0], 2), False
@@ -393,6 +397,27 @@ def _coefficients(
                 upstream[:, column] = grad
                 of_entropy = column == 1
     return upstream, of_entropy
+
+
+def _check_captured(loss: Tensor, leaves: list[Tensor]) -> None:
+    """Whether the loss depends on something else that requires grad, whose gradient nobody would take."""
+    seen: set[Any] = set()
+    pending: list[Any] = [loss.grad_fn]
+    found = loss if loss.grad_fn is None and loss.requires_grad else None
+    while pending and found is None:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and all(variable is not leaf for leaf in leaves):
+            found = variable
+        pending += [following for following, _ in node.next_functions]
+    if found is not None:
+        raise ValueError(
+            "loss_fn must be differentiable in logprobs and entropy alone, got a loss that depends on another tensor "
+            f"that requires grad, of shape {list(found.shape)}: detach it, or add its part outside"
+        )
 
 
 def _add_gradients(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastppo.backends import NAMES, resolve
 from fastppo.checks import INTEGERS, check_choice, check_device, check_tensor
-from fastppo.ops._autograd import forward_of_all_arguments, refuse_double_backward
+from fastppo.ops._autograd import apply, forward_of_all_arguments, refuse_double_backward
 from fastppo.ops._logprob_ops import RowOptions, check_rows
 from fastppo.reference.logprob import logprob as definition
 from fastppo.vocab import VocabShard, gather_stats
@@ -91,7 +91,7 @@ def logprob(
                 with_entropy=with_entropy,
             )
         )
-    per_row = temperature.detach().reshape(-1) if isinstance(temperature, Tensor) else None
+    per_row = _flat(temperature.detach()) if isinstance(temperature, Tensor) else None
     options = RowOptions(
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         None if softcap is None else float(softcap),
@@ -101,9 +101,9 @@ def logprob(
         logits.shape[-1] if vocab is None else vocab.used,
         backend,
     )
-    arguments = (logits, targets.reshape(-1), per_row, options, vocab, inplace_backward)
+    arguments = (logits, _flat(targets), per_row, options, vocab, inplace_backward)
     if torch.is_grad_enabled() and logits.requires_grad:
-        logprobs, entropy, _ = _Logprob.apply(*arguments)
+        logprobs, entropy, _ = apply(_Logprob, *arguments)
     else:
         logprobs, entropy, _ = _Logprob.forward(*arguments)
     return LogprobOutput(logprobs, entropy if with_entropy else None)
@@ -119,16 +119,21 @@ class _Logprob(torch.autograd.Function):
         vocab: VocabShard | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        local = torch.ops.fastppo.logprob_stats(logits, targets, temperature, *options)
-        logprobs, entropy, kept = torch.ops.fastppo.logprob_combine(
-            gather_stats(local, vocab),
-            targets,
-            temperature,
-            options.temperature,
-            options.ignore_index,
-            options.with_entropy,
-            options.backend,
-        )
+        if vocab is None or vocab.ranks == 1:
+            logprobs, entropy, kept = torch.ops.fastppo.logprob_forward.default(logits, targets, temperature, *options)
+        else:
+            local = torch.ops.fastppo.logprob_stats.default(logits, targets, temperature, *options)
+            logprobs, entropy, kept = torch.ops.fastppo.logprob_combine.default(
+                gather_stats(local, vocab),
+                targets,
+                temperature,
+                options.temperature,
+                options.ignore_index,
+                options.with_entropy,
+                options.backend,
+            )
+        if logits.dim() == 2:
+            return logprobs, entropy, kept
         shape = logits.shape[:-1]
         return logprobs.view(shape), entropy.view(shape) if options.with_entropy else entropy, kept
 
@@ -149,15 +154,19 @@ class _Logprob(torch.autograd.Function):
                 "logprob with inplace_backward=True has no second backward: the logits hold their gradient"
             )
         logits, *rows = ctx.saved_tensors
-        upstream = [None if grad is None else grad.reshape(-1) for grad in grads[:2]]
+        upstream = [None if grad is None else _flat(grad) for grad in grads[:2]]
         if all(grad is None for grad in upstream):
             return (None,) * 6
         if ctx.inplace:
             ctx.spent = True
-            torch.ops.fastppo.logprob_dlogits_(logits, *rows, *upstream, *ctx.options)
+            torch.ops.fastppo.logprob_dlogits_.default(logits, *rows, *upstream, *ctx.options)
             return logits.detach(), None, None, None, None, None
-        dlogits = torch.ops.fastppo.logprob_dlogits(logits, *rows, *upstream, *ctx.options)
+        dlogits = torch.ops.fastppo.logprob_dlogits.default(logits, *rows, *upstream, *ctx.options)
         return dlogits, None, None, None, None, None
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 1 else x.reshape(-1)
 
 
 def _check(

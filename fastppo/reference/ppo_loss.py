@@ -195,6 +195,6 @@ def rollout_weight(
     if kind == "tis":
         return torch.where(missing, 1.0, weight.clamp(low, high))
     if kind == "icepop":
-        return torch.where(missing | ((weight >= low) & (weight <= high)), weight, 0.0)
+        return torch.where(~missing & ((weight < low) | (weight > high)), 0.0, weight)  # NaN is not dropped in silence
     geometric_mean = sequences.mean(log_weight, usable).exp()
-    return torch.where((geometric_mean >= low) & (geometric_mean <= high), weight, 0.0)
+    return torch.where((geometric_mean < low) | (geometric_mean > high), 0.0, weight)

@@ -1,0 +1,41 @@
+"""Measured configurations of the Triton kernels, as data; each op's page in docs/kernels has the measurements."""
+
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """Of the kernels of logprob."""
+
+    groups: int  # of 16 bytes, a thread's load, in a tile of the statistics
+    warps: int
+    registers: int  # of a thread: more leave too few programs on a multiprocessor
+    part_groups: int  # of a row that is cut into parts though there are rows enough
+    least_groups: int  # of a part
+    programs: int  # a multiprocessor's: fewer rows are cut into parts
+    combined: int  # statistics that a program combines at a time
+    gradient_bytes: int  # of a tile of the gradient
+    gradient_tiles: int  # of a program of the gradient
+    gradient_stages: int  # tiles in flight, and the one being written
+    gradient_warps: int
+
+
+# H100 80GB HBM3, bfloat16, 8192 rows of 32000 to 151936.
+LOGPROB = Logprob(
+    groups=64, warps=1, registers=64, part_groups=2400, least_groups=256, programs=32, combined=128,
+    gradient_bytes=4096, gradient_tiles=4, gradient_stages=3, gradient_warps=4,
+)  # fmt: skip
+
+
+class Gae(NamedTuple):
+    """Of the kernel of gae."""
+
+    steps: int  # of a tile of one row, along time
+    rows_side_by_side: int  # of a tile of time-major inputs
+    steps_of_those: int
+    warps: int
+    programs: int  # fewer that walk rows leave the card idle: rows are cut into tiles
+    window: int  # tiles whose maps are scanned at once
+
+
+# H100 80GB HBM3, float32 with a mask, 512 x 2048 to 1 x 131072.
+GAE = Gae(steps=1024, rows_side_by_side=32, steps_of_those=64, warps=4, programs=256, window=1024)
