@@ -57,6 +57,7 @@ class Side:
 
     burst_s: ClassVar[float] = BURST_S
     settle_s: ClassVar[float] = SETTLE_S
+    warm_s: ClassVar[float] = WARM_S
 
     def calibrate(self) -> None:
         """The call has run before: what is compiled at first use is compiled."""
@@ -73,7 +74,7 @@ class Side:
 
     @property
     def warming_loops(self) -> int:
-        return 0 if self.one_s > LONG_S else math.ceil(WARM_S / self.one_s)
+        return 0 if self.one_s > LONG_S else math.ceil(self.warm_s / self.one_s)
 
     def _burst(self, loops: int) -> float:
         calls = range(loops)

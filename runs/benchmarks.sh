@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Every speed and memory figure of README.md and docs/kernels: the CPU suite once for each instruction set of this
-# machine and, where torch sees a GPU, the GPU suite; then the tables. On an idle machine: about 25 minutes on two CPU
-# cores, four on a GPU.
+# machine and, where torch sees a GPU, the GPU suite; then the tables. On an idle machine.
 #   runs/benchmarks.sh [folder for the JSON files, else benchmarks/baselines, where the committed ones lie]
 set -euo pipefail
 cd "$(dirname "$0")/.."
