@@ -86,16 +86,13 @@ struct TimePlan {
   __host__ __device__ int64_t chunk_size() const { return int64_t{row_warps} * kSegments * kSegment; }
 };
 
-// Blocks that a multiprocessor should hold, so that some load while others compose: what this leaves in registers.
-#ifndef GAE_MIN
-#define GAE_MIN 1
-#endif
-constexpr int min_blocks(int chains, bool packed) {
-  return GAE_MIN ? (packed ? 5 - chains : 6 - chains) : 1;
+// Blocks that a multiprocessor should hold, so that some load while others compose: it limits the registers.
+constexpr int min_blocks(int chains, bool closes) {
+  return chains == 2 ? 3 : closes ? 4 : 5;
 }
 
 template <int N, bool PACKED, bool ALIGNED, bool CLOSES>
-__global__ void __launch_bounds__(kWarps* kWarp, min_blocks(N, PACKED))
+__global__ void __launch_bounds__(kWarps* kWarp, min_blocks(N, CLOSES))
     by_time(const GaeParams p, const Scratch s, const TimePlan plan) {
   __shared__ Map<N> maps[kWarps];
   __shared__ float carry[N];
