@@ -78,6 +78,8 @@ def _triton_problem(device_type: str, index: int | None) -> str:
         # Triton itself reads the variable once, when it defines a kernel.
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return "" if interpreted else "Triton takes CPU tensors only under TRITON_INTERPRET=1"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
     capability = torch.cuda.get_device_capability(index)
     return (
         "" if capability >= (8, 0) else f"Triton's kernels need sm_80 or newer, not sm_{''.join(map(str, capability))}"
