@@ -88,7 +88,7 @@ def call():
     a, r = torch.empty(rows, n), torch.empty(rows, n)
     s = lambda t: (t.data_ptr(), n, 1, 0)
     _C.gae(s(x), s(x), None, None, None, None, None, 0, 0, 0, False, a.data_ptr(), r.data_ptr(), n, 1, rows, n,
-           1.0, 1.0, 1.0, False, 4, -1, 0)
+           1.0, 1.0, 1.0, False, 0, 0, 4, -1, 0)
     assert r[rows - 1, 0] == n, r[rows - 1, 0]
 
 call()
