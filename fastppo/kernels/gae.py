@@ -155,7 +155,8 @@ def _gae(
             c_returns = c
     if PART == _ANSWERS:
         handed_on = summaries + (b * num_chunks + chunk + 1) * CHAINS * 2 + 1
-        later = in_rows & (chunk + 1 < num_chunks)
+        # Compared as a tile: of two scalars newer interpreters make a number, which is no mask.
+        later = in_rows & (tl.zeros([ROWS, 1], tl.int32) + chunk + 1 < num_chunks)
         c = tl.where(later, tl.load(handed_on, mask=later, other=0.0), c)
         if CHAINS == 2:
             c_returns = tl.where(later, tl.load(handed_on + 2, mask=later, other=0.0), c_returns)
