@@ -410,8 +410,8 @@ def _slope_kernel(
 
 @jit
 def _slope_table_kernel(
-    sums, cu_seqlens, tables, number: tl.int64, cols: tl.int64, MASKED: tl.constexpr, CHUNK: tl.constexpr,
-    S: tl.constexpr, SLOTS: tl.constexpr,
+    sums, cu_seqlens, tables, number: tl.int64, cols: tl.int64, CHUNK: tl.constexpr, S: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)
     there = b < number
@@ -547,7 +547,7 @@ def _sequence_tables(
             -(-sequences.number // tiles.LOSS_SEQUENCES),
             (sums, cu, tables),
             (sequences.number, sequences.cols),
-            (mask is not None, tiles.LOSS_CHUNK, tiles.LOSS_SEQUENCES, tiles.LOSS_SLOTS),
+            (tiles.LOSS_CHUNK, tiles.LOSS_SEQUENCES, tiles.LOSS_SLOTS),
             1,
         )
     return tables
