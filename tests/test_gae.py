@@ -599,13 +599,33 @@ def test_masking_is_cutting_out(lengths: list[int], gamma: float, lam: float, se
     same_bits(GAEOutput(masked.advantages[mask], masked.returns[mask]), cut)
 
 
-@pytest.mark.parametrize("steps", [530_000, 530_003], ids=["aligned-rows", "unaligned-rows"])
-def test_outputs_past_the_caches_are_those_of_each_row_alone(steps: int) -> None:
-    """4 x 530000 positions: outputs of a batch of more than 32 MiB are stored another way."""
-    case = Case((4, steps), OPTIONS["mask"])
+@pytest.mark.parametrize("shape", [(4, 2_200_000), (4, 2_200_003), (17, 530_000), (17, 530_003)])
+def test_outputs_past_the_caches_are_those_of_each_row_alone(shape: tuple[int, int]) -> None:
+    """More than 128 MiB in all: where that is past the last cache, outputs are stored another way."""
+    case = Case(shape, OPTIONS["mask"])
     whole = gae(**case.arguments(), backend="cpu")
-    for b in range(4):
+    for b in range(shape[0]):
         row = gae(**case.arguments(lambda x, b=b: x[b : b + 1]), backend="cpu")
+        same_bits(GAEOutput(whole.advantages[b : b + 1], whole.returns[b : b + 1]), row)
+
+
+@pytest.mark.parametrize("options", ["plain", "mask", "bootstrap-at-the-end", "lam-a-row"])
+@pytest.mark.parametrize("steps", [1, 3, 15, 16, 17, 47, 64, 131])
+def test_rows_side_by_side_are_those_of_each_row_alone(steps: int, options: str) -> None:
+    """37 rows: two groups that are walked in squares of positions, and rows that are not. A row of padding at the end,
+    one in the middle, and one without a selected position."""
+    case = Case((37, steps), OPTIONS[options])
+    if "mask" in case.full:
+        case.full["mask"][:, steps // 2 : steps // 2 + 20] = False
+        case.full["mask"][3, steps // 3 :] = False
+        case.full["mask"][20] = False
+        case.full["mask"][21] = True
+    whole = gae(**case.arguments(), backend="cpu")
+    close(whole, case.expected())
+    same_bits(gae(**case.arguments(lambda x: x.repeat_interleave(2, 0)[::2]), backend="cpu"), whole)
+    for b in range(37):
+        of_row = {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in case.arguments().items()}
+        row = gae(**of_row, backend="cpu")
         same_bits(GAEOutput(whole.advantages[b : b + 1], whole.returns[b : b + 1]), row)
 
 

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "common/cpu.h"
 #include "common/macros.h"
@@ -31,7 +32,7 @@ namespace fastppo {
 namespace {
 
 constexpr int kSteps = 128;
-constexpr int kMaxLanes = 16;
+constexpr int kMinLanes = 4, kMaxLanes = 16;
 constexpr int64_t kMinTokensPerTask = 16384;  // below this a thread costs more to wake than it saves
 
 template <typename T>
@@ -88,6 +89,20 @@ bool past_caches(const GaeParams& p) {
   return positions * 4 * static_cast<int64_t>(sizeof(float)) > last_cache_bytes();
 }
 
+// Whether float inputs are read where they lie and no episode ends.
+bool is_plain(const GaeParams& p) {
+  return p.rewards.dtype == Dtype::kFloat32 && p.rewards.time_stride == 1 && p.values.dtype == Dtype::kFloat32 &&
+         p.values.time_stride == 1 && (p.mask.data == nullptr || p.mask.time_stride == 1) &&
+         p.terminated.data == nullptr && p.truncated.data == nullptr && !p.separate_returns;
+}
+
+// Whether sequences lie side by side in every tensor.
+bool time_major(const GaeParams& p) {
+  const auto fits = [](const GaeTensor& x) { return x.data == nullptr || x.row_stride == 1; };
+  return p.cu_seqlens == nullptr && p.num_seqs >= kMaxLanes && p.out_row_stride == 1 && fits(p.rewards) &&
+         fits(p.values) && fits(p.mask) && fits(p.terminated) && fits(p.truncated) && fits(p.bootstrap_values);
+}
+
 FASTPPO_INLINE bool aligned(const float* x) {
   return reinterpret_cast<uintptr_t>(x) % sizeof(Floats4) == 0;
 }
@@ -96,6 +111,7 @@ FASTPPO_INLINE bool aligned(const float* x) {
 struct Shared {
   std::atomic<int64_t> next;
   int64_t end;
+  int64_t size;  // sequences of one
 
   int64_t take() {
     const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
@@ -197,19 +213,45 @@ struct Kernel {
     std::memcpy(&next_value, &carried, sizeof(carried));
   }
 
-  // x from its second element on, and `last` behind it.
-  static FASTPPO_INLINE Floats shifted_in(const Floats& x, float last) {
-    const Floats lasts = Floats{} + last;
-    Flags from;
-    for (int k = 0; k < kLanes; ++k) from[k] = k + 1;
-    return __builtin_shuffle(x, lasts, from);
+  // Elements PICK(0), PICK(1), ... of a, and of b where PICK counts on from kLanes.
+  template <int (*PICK)(int), int... K>
+  static FASTPPO_INLINE Floats shuffle(const Floats& a, const Floats& b, std::integer_sequence<int, K...>) {
+    return __builtin_shufflevector(a, b, PICK(K)...);
   }
 
-  // Whether float inputs are read where they lie and no episode ends.
-  static FASTPPO_INLINE bool is_plain(const GaeParams& p) {
-    return p.rewards.dtype == Dtype::kFloat32 && p.rewards.time_stride == 1 && p.values.dtype == Dtype::kFloat32 &&
-           p.values.time_stride == 1 && (p.mask.data == nullptr || p.mask.time_stride == 1) &&
-           p.terminated.data == nullptr && p.truncated.data == nullptr && !p.separate_returns;
+  template <int (*PICK)(int)>
+  static FASTPPO_INLINE Floats shuffle(const Floats& a, const Floats& b) {
+    return shuffle<PICK>(a, b, std::make_integer_sequence<int, kLanes>{});
+  }
+
+  static constexpr int pick_next(int k) { return k + 1; }
+
+  template <int DISTANCE>
+  static constexpr int pick_low(int k) {
+    return (k & DISTANCE) == 0 ? k : k - DISTANCE + kLanes;
+  }
+
+  template <int DISTANCE>
+  static constexpr int pick_high(int k) {
+    return (k & DISTANCE) == 0 ? k + DISTANCE : k + kLanes;
+  }
+
+  // x from its second element on, and `last` behind it.
+  static FASTPPO_INLINE Floats shifted_in(const Floats& x, float last) {
+    return shuffle<pick_next>(x, Floats{} + last);
+  }
+
+  // rows[i][k] and rows[k][i] change places: squares of DISTANCE elements first, then the squares within them.
+  template <int DISTANCE = kLanes / 2>
+  static FASTPPO_INLINE void transpose(Floats* rows) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      if ((i & DISTANCE) != 0) continue;
+      const Floats low = rows[i], high = rows[i + DISTANCE];
+      rows[i] = shuffle<pick_low<DISTANCE>>(low, high);
+      rows[i + DISTANCE] = shuffle<pick_high<DISTANCE>>(low, high);
+    }
+    if constexpr (DISTANCE > 1) transpose<DISTANCE / 2>(rows);
   }
 
   // `fill` of such inputs and a tile of whole vectors.
@@ -482,6 +524,154 @@ struct Kernel {
 #endif
   }
 
+  // kLanes padded sequences of plain inputs on their walk: one row each.
+  struct Rows {
+    const float *rewards, *values;
+    const int8_t* mask;  // or null
+    float *advantages, *returns;
+    int64_t rewards_stride, values_stride, mask_stride, out_stride;
+    Floats acc, factor;  // an element per row
+    float next_value[kLanes];
+    bool stream;
+  };
+
+  // `selected` of positions t to t + kLanes of row i.
+  static FASTPPO_INLINE Bytes selected_bytes(const Rows& rows, int i, int64_t t) {
+    Bytes bytes = ~Bytes{};
+    if (rows.mask != nullptr) {
+      std::memcpy(&bytes, rows.mask + i * rows.mask_stride + t, sizeof(bytes));
+      bytes = bytes != 0;
+    }
+    return bytes;
+  }
+
+  static FASTPPO_INLINE void write(const Rows& rows, int i, int64_t t, const Floats& advantage, const Floats& sum) {
+    float* advantages = rows.advantages + i * rows.out_stride + t;
+    float* returns = rows.returns + i * rows.out_stride + t;
+    if (rows.stream) {
+      store_past_caches(advantages, advantage);
+      store_past_caches(returns, sum);
+    } else {
+      store<kLanes>(advantages, advantage);
+      store<kLanes>(returns, sum);
+    }
+  }
+
+  // Positions t to t + kLanes of all rows, every one of them selected. Deltas are computed along time; transposed,
+  // they are one chain with an element per row; transposed again, they are written along time.
+  static FASTPPO_INLINE void walk_selected_square(Rows& rows, int64_t t, const Floats& gamma) {
+    Floats square[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      const float* values = rows.values + i * rows.values_stride + t;
+      const Floats value = load<kLanes>(values);
+      const Floats next = shifted_in(value, rows.next_value[i]);
+      rows.next_value[i] = values[0];
+      square[i] = load<kLanes>(rows.rewards + i * rows.rewards_stride + t) + gamma * next - value;
+    }
+    transpose(square);
+#pragma GCC unroll 16
+    for (int k = kLanes - 1; k >= 0; --k) square[k] = rows.acc = square[k] + rows.factor * rows.acc;
+    transpose(square);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      write(rows, i, t, square[i], square[i] + load<kLanes>(rows.values + i * rows.values_stride + t));
+    }
+  }
+
+  // The same where some are selected.
+  static FASTPPO_INLINE void walk_mixed_square(Rows& rows, int64_t t, const Floats& gamma) {
+    const Floats zero = {}, one = zero + 1.0f;
+    Floats square[kLanes], factors[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      alignas(64) float next[kLanes];
+      alignas(64) int32_t flags[kLanes];
+      alignas(64) int8_t bytes[kLanes];
+      const Bytes selected_of_row = selected_bytes(rows, i, t);
+      std::memcpy(bytes, &selected_of_row, sizeof(bytes));
+      const float* values = rows.values + i * rows.values_stride + t;
+      walk_next_values(bytes, values, next, flags, rows.next_value[i]);
+      const Flags selected = load_flags(flags);
+      const Floats reward = load<kLanes>(rows.rewards + i * rows.rewards_stride + t);
+      square[i] = select(selected, reward + gamma * load<kLanes>(next) - load<kLanes>(values), -zero);
+      factors[i] = select(selected, zero + rows.factor[i], one);
+    }
+    transpose(square);
+    transpose(factors);
+    for (int k = kLanes - 1; k >= 0; --k) square[k] = rows.acc = square[k] + factors[k] * rows.acc;
+    transpose(square);
+    for (int i = 0; i < kLanes; ++i) {
+      const Flags selected = load_flags(rows.mask + i * rows.mask_stride + t);
+      const Floats sum = square[i] + load<kLanes>(rows.values + i * rows.values_stride + t);
+      write(rows, i, t, select(selected, square[i], zero), select(selected, sum, zero));
+    }
+  }
+
+  static FASTPPO_INLINE void walk_square(Rows& rows, int64_t t, const Floats& gamma) {
+    Bytes any = {}, all = ~any;
+    for (int i = 0; i < kLanes; ++i) {
+      const Bytes selected = selected_bytes(rows, i, t);
+      any |= selected;
+      all &= selected;
+    }
+    if (selected_of(reinterpret_cast<const int8_t*>(&all)) == Selected::kAll) {
+      walk_selected_square(rows, t, gamma);
+    } else if (selected_of(reinterpret_cast<const int8_t*>(&any)) != Selected::kNone) {
+      walk_mixed_square(rows, t, gamma);
+    } else {
+      for (int i = 0; i < kLanes; ++i) write(rows, i, t, Floats{}, Floats{});
+    }
+  }
+
+  // kLanes padded sequences of plain inputs from b on.
+  static FASTPPO_INLINE void walk_rows(const GaeParams& p, int64_t b, bool stream) {
+    Rows rows{};
+    rows.rewards = address<float>(p.rewards, b, 0);
+    rows.values = address<float>(p.values, b, 0);
+    rows.mask = p.mask.data == nullptr ? nullptr : address<int8_t>(p.mask, b, 0);
+    rows.advantages = p.advantages + b * p.out_row_stride;
+    rows.returns = p.returns + b * p.out_row_stride;
+    rows.rewards_stride = p.rewards.row_stride;
+    rows.values_stride = p.values.row_stride;
+    rows.mask_stride = p.mask.row_stride;
+    rows.out_stride = p.out_row_stride;
+    for (int i = 0; i < kLanes; ++i) {
+      rows.factor[i] = p.gamma * (p.lam_per_seq != nullptr ? p.lam_per_seq[b + i] : p.lam);
+      rows.next_value[i] = p.final_values.data != nullptr ? load_float(p.final_values, b + i, 0) : 0.0f;
+    }
+    const Floats gamma = Floats{} + p.gamma;
+    // Aligned writes where rows start so: what does not fill a square is walked where time ends, in a copy.
+    const int64_t whole = p.num_steps / kLanes * kLanes;
+    if (whole < p.num_steps) walk_rest(rows, whole, static_cast<int>(p.num_steps - whole), gamma);
+    rows.stream = stream && p.out_row_stride % kLanes == 0 && aligned(p.advantages) && aligned(p.returns);
+    for (int64_t t = whole - kLanes; t >= 0; t -= kLanes) walk_square(rows, t, gamma);
+  }
+
+  // Positions t to t + n of all rows, fewer than a square has, as one whose others are unselected.
+  static FASTPPO_INLINE void walk_rest(Rows& rows, int64_t t, int n, const Floats& gamma) {
+    alignas(64) float rewards[kLanes * kLanes] = {}, values[kLanes * kLanes] = {};
+    alignas(64) float advantages[kLanes * kLanes], returns[kLanes * kLanes];
+    alignas(64) int8_t mask[kLanes * kLanes] = {};
+    for (int i = 0; i < kLanes; ++i) {
+      for (int k = 0; k < n; ++k) {
+        rewards[i * kLanes + k] = rows.rewards[i * rows.rewards_stride + t + k];
+        values[i * kLanes + k] = rows.values[i * rows.values_stride + t + k];
+        mask[i * kLanes + k] = rows.mask == nullptr || rows.mask[i * rows.mask_stride + t + k] != 0;
+      }
+    }
+    Rows copy = rows;
+    copy.rewards = rewards, copy.values = values, copy.mask = mask;
+    copy.advantages = advantages, copy.returns = returns;
+    copy.rewards_stride = copy.values_stride = copy.mask_stride = copy.out_stride = kLanes;
+    walk_square(copy, 0, gamma);
+    rows.acc = copy.acc;
+    for (int i = 0; i < kLanes; ++i) {
+      rows.next_value[i] = copy.next_value[i];
+      store_row(advantages + i * kLanes, n, rows.advantages + i * rows.out_stride + t, 1);
+      store_row(returns + i * kLanes, n, rows.returns + i * rows.out_stride + t, 1);
+    }
+  }
+
   // Positions t of kLanes sequences from b on, which lie side by side in memory.
   static FASTPPO_INLINE Floats load_floats(const GaeTensor& x, int64_t b, int64_t t) {
     switch (x.dtype) {
@@ -533,9 +723,23 @@ struct Kernel {
     }
   }
 
+  // Rows `begin` to `end` of plain inputs, in vectors of as many lanes as there are rows.
+  static FASTPPO_INLINE void walk_group(const GaeParams& p, int64_t begin, int64_t end, bool stream) {
+    if constexpr (kLanes > kMinLanes) {
+      if (end - begin < kLanes) return Kernel<kLanes / 2>::walk_group(p, begin, end, stream);
+    }
+    for (int64_t b = begin; b < end; b += kLanes) walk_rows(p, b, stream);
+  }
+
   static FASTPPO_INLINE void walk(const GaeParams& p, Shared& groups, Shared& sequences, bool few) {
+    const bool side_by_side = time_major(p), stream = past_caches(p);
     for (int64_t group; (group = groups.take()) >= 0;) {
-      for (int lane = 0; lane < kMaxLanes; lane += kLanes) walk_lanes(p, group * kMaxLanes + lane);
+      const int64_t begin = group * groups.size, end = begin + groups.size;
+      if (!side_by_side) {
+        walk_group(p, begin, end, stream);
+        continue;
+      }
+      for (int64_t b = begin; b < end; b += kLanes) walk_lanes(p, b);
     }
     if (few) {
       walk_slots<4>(p, sequences);
@@ -544,13 +748,6 @@ struct Kernel {
     }
   }
 };
-
-// Whether sequences lie side by side in every tensor.
-bool time_major(const GaeParams& p) {
-  const auto fits = [](const GaeTensor& x) { return x.data == nullptr || x.row_stride == 1; };
-  return p.cu_seqlens == nullptr && p.num_seqs >= kMaxLanes && p.out_row_stride == 1 && fits(p.rewards) &&
-         fits(p.values) && fits(p.mask) && fits(p.terminated) && fits(p.truncated) && fits(p.bootstrap_values);
-}
 
 void walk_baseline(const GaeParams& p, Shared& groups, Shared& sequences, bool few) {
   Kernel<4>::walk(p, groups, sequences, few);
@@ -578,8 +775,15 @@ void gae_cpu(const GaeParams& params, int num_threads) {
   const int64_t positions = params.cu_seqlens != nullptr ? params.num_steps : params.num_seqs * params.num_steps;
   const int64_t most = std::min<int64_t>(num_threads, params.num_seqs);
   const int64_t tasks = std::clamp<int64_t>(positions / kMinTokensPerTask, 1, most);
-  const int64_t num_groups = time_major(params) ? params.num_seqs / kMaxLanes : 0;
-  Shared groups{{0}, num_groups}, sequences{{num_groups * kMaxLanes}, params.num_seqs};
+  int64_t group_size = kMaxLanes, num_groups = 0;
+  if (time_major(params)) {
+    num_groups = params.num_seqs / group_size;
+  } else if (params.cu_seqlens == nullptr && params.out_time_stride == 1 && is_plain(params)) {
+    // The largest of which every thread has one.
+    while (group_size > kMinLanes && params.num_seqs / group_size < tasks) group_size /= 2;
+    num_groups = params.num_seqs / group_size;
+  }
+  Shared groups{{0}, num_groups, group_size}, sequences{{num_groups * group_size}, params.num_seqs, 1};
   // Where there are fewer sequences than all threads have slots, each leaves the others theirs.
   const bool few = params.num_seqs - sequences.next <= 4 * tasks;
   parallel_for(tasks, num_threads, [&](int64_t) { walk_some(params, groups, sequences, few); });

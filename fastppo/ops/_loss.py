@@ -11,6 +11,7 @@ from fastppo.backends import resolve
 from fastppo.checks import check_choice, check_like, check_number, check_tensor
 from fastppo.dtypes import CODES
 from fastppo.ops._autograd import apply, forward_of_all_arguments, refuse_double_backward
+from fastppo.ops._tracing import traced
 from fastppo.packing import check_cu_seqlens
 from fastppo.reference.aggregation import Sums, normalised
 
@@ -117,20 +118,6 @@ def loss_of_kept(
         return LossOutput(loss, metrics)
     loss, metrics, *_ = forward(x, entropy)  # torch 2.8 does not compile its slice
     return LossOutput(loss, metrics)
-
-
-def traced(x: Tensor) -> bool:
-    """Whether somebody may want to see registered ops: a compiler, a dispatch mode, torch.func, a subclass of
-    Tensor.
-
-    Nobody else needs the dispatcher, and its way to an op of sixteen arguments and back is long.
-    """
-    return (
-        torch.compiler.is_compiling()
-        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-    )
 
 
 def _kept_by_formula(

@@ -19,6 +19,7 @@ from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.checks import FLOATS, check_device, check_like, check_tensor, contents_checked
 from fastppo.dtypes import CODES, accumulator, byte_flags
+from fastppo.ops._tracing import traced
 from fastppo.ops._whiten import whiten as whiten_by_kernel
 from fastppo.ops.advantages import whiten as whiten_anywhere
 from fastppo.packing import check_cu_seqlens_contents, check_cu_seqlens_form
@@ -101,7 +102,8 @@ def gae(
     if whiten and rewards.device.type in ("cpu", "cuda"):
         dtype = accumulator(rewards, values, bootstrap_values)
         kernel, _ = resolve("gae", backend, rewards.device, dtype)
-    advantages, returns, moments = torch.ops.fastppo.gae(
+    op = torch.ops.fastppo.gae if traced(rewards) else _gae
+    advantages, returns, moments = op(
         rewards,
         values,
         gamma,

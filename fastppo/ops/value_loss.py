@@ -31,9 +31,9 @@ from fastppo.ops._loss import (
     row_shape,
     split_count,
     strided,
-    traced,
     wants_grad,
 )
+from fastppo.ops._tracing import traced
 from fastppo.packing import check_cu_seqlens_contents
 from fastppo.reference import value_loss as definition
 from fastppo.reference.aggregation import Sums
