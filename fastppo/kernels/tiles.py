@@ -48,6 +48,7 @@ class TokenTiles(NamedTuple):
     vector: int
     warps: int
     programs: int  # at most; each walks over tiles and leaves one row of partial sums
+    stages: int  # tiles in flight, and the one being worked on
 
     @property
     def tokens(self) -> int:
@@ -56,9 +57,9 @@ class TokenTiles(NamedTuple):
 
 # --- ppo_loss, value_loss: H100, float32 ------------------------------------------------------------------------------
 
-LOSS_TOKENS = TokenTiles(groups=256, vector=4, warps=8, programs=528)
+LOSS_TOKENS = TokenTiles(groups=128, vector=4, warps=4, programs=396, stages=3)
 # Rows of partial sums that the last step adds at a time, and its warps.
-LOSS_FINISH_ROWS, LOSS_FINISH_WARPS = 128, 8
+LOSS_FINISH_ROWS, LOSS_FINISH_WARPS = 256, 8
 # A sequence is summed in chunks of so many tokens, counted from its own start, in tiles of the second number.
 LOSS_CHUNK, LOSS_CHUNK_TILE, LOSS_CHUNK_WARPS = 4096, 1024, 4
 # Sequences whose chunks one program adds, and how many of each at a time.

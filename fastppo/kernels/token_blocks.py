@@ -91,6 +91,15 @@ def columns16(a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a
     return tl.sum(tl.reshape(tl.join(evens, odds), [a0.shape[0], 16]), axis=0)
 
 
+@triton.jit
+def tiles_of(n, program, programs, TILE: tl.constexpr, TOLD: tl.constexpr):
+    """How many tiles a program walks over: program, program + programs, ..."""
+    if TOLD:
+        return TOLD
+    else:
+        return tl.cdiv(tl.cdiv(n, TILE) - program, programs).to(tl.int32)
+
+
 # --- Sequences --------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +323,18 @@ def layout_of(given: tuple[Tensor | None, ...], n: int, cols: int) -> Layout:
         rows = [cols if x is None or x.dim() == 1 else x.stride(0) for x in tensors]
     aligned = exact or not any([x is not None and x.data_ptr() % 16 for x in tensors])
     return Layout(tensors, rows, strided, exact and not strided, aligned and narrow and not strided)
+
+
+def walk_of(n: int, device: torch.device) -> tuple[int, int]:
+    """Programs that walk over the tiles of n tokens, and how many each, if the kernel must be told (else 0).
+
+    Triton's interpreter takes no number of the device's as the end of a loop; a GPU's kernel is not told, because each
+    number would be another kernel.
+    """
+    tile = tiles.LOSS_TOKENS
+    programs = min(-(-n // tile.tokens), tile.programs)
+    told = device.type == "cpu" and programs > 0
+    return programs, -(-n // (tile.tokens * programs)) if told else 0
 
 
 def count_of(number: float, tensor: Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:

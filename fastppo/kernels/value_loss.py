@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastppo.kernels import tiles
-from fastppo.kernels.launch import Launcher, jit
+from fastppo.kernels.launch import Launcher, jit, let_next_begin, wait_for_previous
 from fastppo.kernels.token_blocks import (
     WEIGHT,
     Sequences,
@@ -28,6 +28,8 @@ from fastppo.kernels.token_blocks import (
     read_flags,
     read_floats,
     scale_of,
+    tiles_of,
+    walk_of,
 )
 
 
@@ -37,9 +39,10 @@ def _token_kernel(
     n: tl.int64, cols: tl.int64, number: tl.int64, values_row: tl.int64, old_row: tl.int64,
     returns_row: tl.int64, mask_row: tl.int64, clip_eps: tl.float32,
     WEIGHTED: tl.constexpr, GRAD: tl.constexpr, STRIDED: tl.constexpr, EXACT: tl.constexpr, GROUPED: tl.constexpr,
-    G: tl.constexpr,
-    V: tl.constexpr,
+    G: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr, TOLD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
+    let_next_begin(OVERLAP)
     if EXACT:
         n = n // V * V  # so the compiler knows it is
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -56,8 +59,8 @@ def _token_kernel(
     )
     tokens, clips = ints, ints
 
-    start = program.to(tl.int64) * (G * V)
-    while start < n:
+    for i in tl.range(0, tiles_of(n, program, programs, G * V, TOLD), num_stages=STAGES):
+        start = (program + i * programs).to(tl.int64) * (G * V)
         here = local < n - start
         # A load per group, not per token.
         near = here
@@ -98,7 +101,6 @@ def _token_kernel(
             slope *= weight
         if GRAD:
             tl.store(kept + start + local, tl.where(selected, slope, 0.0), mask=here)
-        start += programs.to(tl.int64) * (G * V)
 
     row = columns8(
         tokens.to(tl.float64), loss_sum, clips.to(tl.float64), err_sum, err_square, ret_sum, ret_square, weighted_sum
@@ -110,9 +112,11 @@ def _token_kernel(
 def _finish_kernel(
     partials, tables, tokens_tensor, seqs_tensor, loss, metrics, scales,
     programs: tl.int64, number: tl.int64, num_tokens: tl.float64, num_seqs: tl.float64, norm: tl.float64,
-    AGGREGATION: tl.constexpr, ROWS: tl.constexpr,
+    AGGREGATION: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A row holds the metrics in their order, and the weighted loss."""
+    wait_for_previous(OVERLAP)
+    let_next_begin(OVERLAP)
     column = tl.arange(0, 8)
     row = add_rows(partials, programs, 8, ROWS)
     tokens = pick(row, column, 0)
@@ -124,8 +128,8 @@ def _finish_kernel(
     tl.store(metrics + column, row, mask=column < 7)
 
 
-_tokens = Launcher(_token_kernel)
-_finish = Launcher(_finish_kernel)
+_tokens = Launcher(_token_kernel, overlaps=True, early=True)
+_finish = Launcher(_finish_kernel, overlaps=True, early=True)
 
 
 def value_loss(
@@ -159,16 +163,19 @@ def value_loss(
         tables = sequences.tables(sums, values, masked=mask is not None)
 
     tile = tiles.LOSS_TOKENS
-    programs = min(-(-n // tile.tokens), tile.programs)
+    programs, told = walk_of(n, device)
     partials = torch.empty(max(programs, 1), 8, dtype=torch.float64, device=device)
     if programs:
         _tokens(
             programs,
             (*per_token, cu, tables, kept, partials),
             (n, cols, number, *rows, clip_eps),
-            (aggregation == 1, wants_grad, layout.strided, layout.exact, layout.grouped, tile.groups, tile.vector),
+            (
+                aggregation == 1, wants_grad, layout.strided, layout.exact, layout.grouped, tile.groups, tile.vector,
+                tile.stages, told,
+            ),
             tile.warps,
-        )
+        )  # fmt: skip
     tokens, tokens_tensor = count_of(given_tokens, num_tokens, device)
     seqs, seqs_tensor = count_of(given_seqs, num_seqs, device)
     _finish(

@@ -190,13 +190,20 @@ def _scaled(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of logprobs or values, and of entropy, where they have a dtype: kept * (upstream * scale), with
     that of the NLL term added. The same bits from the kernels and from torch."""
-    if (backend == "triton" or (backend == "cpu" and kept[0].numel() >= _KERNEL_TOKENS)) and not traced(kept):
+    if backend == "triton" and torch.compiler.is_compiling():
+        # The formula, fused, would contract a multiplication and an addition.
         codes = [-1 if x is None else CODES[x] for x in (dtype, entropy_dtype)]
-        kernels_grads = _loss_grad(kept, scales, upstream, codes[0], codes[1], backend)
-        return None if dtype is None else kernels_grads[0], None if entropy_dtype is None else kernels_grads[1]
+        grads = torch.ops.fastppo.loss_grad(kept, scales, upstream, *codes, backend)
+        return None if dtype is None else grads[0], None if entropy_dtype is None else grads[1]
+    if (backend == "triton" or (backend == "cpu" and kept[0].numel() >= _KERNEL_TOKENS)) and not traced(kept):
+        x_grad, entropy_grad = (
+            None if x is None else torch.empty(kept.shape[1:], dtype=x, device=kept.device)
+            for x in (dtype, entropy_dtype)
+        )
+        _fill_grads(kept, scales, upstream, x_grad, entropy_grad, backend)
+        return x_grad, entropy_grad
     factor = upstream * scales[0]
-    x_grad: Tensor | None = None
-    entropy_grad: Tensor | None = None
+    x_grad = entropy_grad = None
     if dtype is not None:
         x_grad = kept[0] * factor
         if kept.shape[0] > 1 + (entropy_dtype is not None):
@@ -213,22 +220,28 @@ def _loss_grad(
     """The registered op: gradients of logprobs or values and of entropy; empty for those whose dtype code is -1."""
     grads = _empty_grads(kept, code, entropy_code)
     wanted = [None if c < 0 else grad for c, grad in zip((code, entropy_code), grads, strict=True)]
-    nll = code >= 0 and kept.shape[0] > 1 + (entropy_code >= 0)
-    if concrete("ppo_loss", backend, kept) == "triton":
+    _fill_grads(kept, scales, upstream, wanted[0], wanted[1], concrete("ppo_loss", backend, kept))
+    return grads
+
+
+def _fill_grads(
+    kept: Tensor, scales: Tensor, upstream: Tensor, grad: Tensor | None, entropy_grad: Tensor | None, backend: str
+) -> None:
+    nll = grad is not None and kept.shape[0] > 1 + (entropy_grad is not None)
+    if backend == "triton":
         from fastppo.kernels.loss_grad import loss_grad
 
-        loss_grad(kept, scales, upstream, wanted[0], wanted[1], nll)
+        loss_grad(kept, scales, upstream, grad, entropy_grad, nll)
     else:
-        _loss_grad_cpu(kept, scales, upstream, wanted, (code, entropy_code), nll)
-    return grads
+        _loss_grad_cpu(kept, scales, upstream, grad, entropy_grad, nll)
 
 
 def _loss_grad_cpu(
     kept: Tensor,
     scales: Tensor,
     upstream: Tensor,
-    wanted: list[Tensor | None],
-    codes: tuple[int, int],
+    grad: Tensor | None,
+    entropy_grad: Tensor | None,
     nll: bool,
 ) -> None:
     """csrc/loss_grad/loss_grad.h."""
@@ -237,16 +250,15 @@ def _loss_grad_cpu(
     # Named until the kernel has read them.
     factors = upstream * scales
     row = 0
-    for i, grad in enumerate(wanted):
-        if grad is not None:
-            nll_here = nll and i == 0
+    for x, nll_here in ((grad, nll), (entropy_grad, False)):
+        if x is not None:
             _build.module().loss_grad(
                 rows[row],
                 rows[-1] if nll_here else 0,
                 factors.data_ptr(),
                 factors.data_ptr() + 4 if nll_here else 0,
-                grad.data_ptr(),
-                codes[i],
+                x.data_ptr(),
+                CODES[x.dtype],
                 tokens,
                 torch.get_num_threads(),
             )

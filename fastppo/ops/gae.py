@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastppo import _build
 from fastppo.backends import resolve
-from fastppo.checks import FLOATS, check_device, check_like, check_tensor, contents_checked
+from fastppo.checks import FLOATS, check_device, check_floats_like, check_like, check_tensor, contents_checked
 from fastppo.dtypes import CODES, accumulator, byte_flags
 from fastppo.ops._tracing import traced
 from fastppo.ops._whiten import whiten as whiten_by_kernel
@@ -95,8 +95,8 @@ def gae(
     _check_lam("lam", lam, rewards, num_seqs)
     if lam_returns is not None:
         _check_lam("lam_returns", lam_returns, rewards, num_seqs)
-    per_seq = lam if isinstance(lam, Tensor) else None
-    returns_per_seq = lam_returns if isinstance(lam_returns, Tensor) else None
+    number, per_seq = (0.0, lam) if isinstance(lam, Tensor) else (lam, None)
+    of_returns, of_returns_per_seq = (None, lam_returns) if isinstance(lam_returns, Tensor) else (lam_returns, None)
     # Where a kernel of ours whitens: on a GPU from moments that the kernel of gae takes on its way.
     kernel = ""
     if whiten and rewards.device.type in ("cpu", "cuda"):
@@ -107,10 +107,10 @@ def gae(
         rewards,
         values,
         gamma,
-        lam if per_seq is None else 0.0,
+        number,
         per_seq,
-        None if returns_per_seq is not None else lam_returns,
-        returns_per_seq,
+        of_returns,
+        of_returns_per_seq,
         mask,
         terminated,
         truncated,
@@ -139,10 +139,9 @@ def _check(
 ) -> int:
     """Everything that needs no tensor's values; returns the number of sequences."""
     check_tensor("rewards", rewards)
-    check_tensor("values", values)
     if rewards.dim() not in (1, 2):
         raise ValueError(f"rewards must have shape [T], [B, T] or [T, B], got {list(rewards.shape)}")
-    check_like("values", values, "rewards", rewards)
+    check_floats_like("values", values, "rewards", rewards)
     for name, flag in (("mask", mask), ("terminated", terminated), ("truncated", truncated)):
         if flag is not None:
             check_tensor(name, flag, None)

@@ -25,6 +25,7 @@ arXiv:2507.20673, and github.com/callsys/GMPO for A = 0; sapo Gao et al. 2025, a
 from __future__ import annotations  # with evaluated ones torch 2.8 compiles no inner function
 
 import math
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,15 @@ from torch import Tensor
 
 from fastppo import _build
 from fastppo.backends import resolve
-from fastppo.checks import check_choice, check_like, check_number, check_pair, check_tensor, contents_checked
+from fastppo.checks import (
+    check_choice,
+    check_floats_like,
+    check_like,
+    check_number,
+    check_pair,
+    check_tensor,
+    contents_checked,
+)
 from fastppo.dtypes import accumulator, byte_flags
 from fastppo.metrics import PPO_METRICS
 from fastppo.ops._loss import (
@@ -61,6 +70,9 @@ from fastppo.reference.ppo_loss import DEFAULT_IS_BOUNDS
 LOSS_TYPES = ("ppo", "reinforce", "cispo", "gspo", "gmpo", "sapo")
 KL_TYPES = ("k1", "abs", "k2", "k3")
 CORRECTIONS = (None, "tis", "icepop", "seq_mask_tis")
+
+
+_PER_TOKEN = ("old_logprobs", "advantages", "entropy", "ref_logprobs", "rollout_logprobs")
 
 
 def ppo_loss(
@@ -140,54 +152,23 @@ def ppo_loss(
     """
     check_tensor("logprobs", logprobs)
     check_tensor("advantages", advantages)
-    per_token = {
-        "old_logprobs": old_logprobs,
-        "advantages": advantages,
-        "entropy": entropy,
-        "ref_logprobs": ref_logprobs,
-        "rollout_logprobs": rollout_logprobs,
-    }
-    for name, value in per_token.items():
+    per_token = (old_logprobs, advantages, entropy, ref_logprobs, rollout_logprobs)
+    for name, value in zip(_PER_TOKEN, per_token, strict=True):
         if value is not None:
-            check_tensor(name, value)
-            check_like(name, value, "logprobs", logprobs)
-    check_choice("loss_type", loss_type, LOSS_TYPES)
-    check_number("clip_eps", clip_eps, at_least=0)
-    if clip_eps_high is not None:
-        check_number("clip_eps_high", clip_eps_high, at_least=0)
-    if dual_clip is not None:
-        check_number("dual_clip", dual_clip, above=1)
-        if loss_type not in ("ppo", "gspo"):
-            raise ValueError(f"dual_clip goes with loss_type 'ppo' or 'gspo', got {loss_type!r}")
-    check_pair("sapo_tau", sapo_tau, "(positive, other)")
-    for tau in sapo_tau:
-        check_number("sapo_tau", tau, above=0)
+            check_floats_like(name, value, "logprobs", logprobs)
+    choices, options = _checked_options(
+        loss_type, clip_eps, clip_eps_high, dual_clip, sapo_tau, ent_coef, kl_coef, kl_type, kl_grad, is_correction,
+        is_bounds, nll_coef,
+    )  # fmt: skip
     for name, coef, needs, given in (
         ("ent_coef", ent_coef, "entropy", entropy),
         ("kl_coef", kl_coef, "ref_logprobs", ref_logprobs),
         ("nll_coef", nll_coef, "nll_mask", nll_mask),
     ):
-        check_number(name, coef)
         if coef and given is None:
             raise ValueError(f"{needs} must be given with {name}={coef}, got None")
-    check_choice("kl_type", kl_type, KL_TYPES)
-    check_choice("kl_grad", kl_grad, ("reverse", "pathwise"))
-    if kl_grad == "pathwise" and kl_type in ("k1", "abs"):
-        raise ValueError(
-            f"kl_grad='pathwise' goes with kl_type 'k2' or 'k3', got {kl_type!r}: its own gradient is no KL gradient"
-        )
-    check_choice("is_correction", is_correction, CORRECTIONS)
     if is_correction is not None and rollout_logprobs is None:
         raise ValueError(f"rollout_logprobs must be given with is_correction={is_correction!r}, got None")
-    if is_bounds is not None:
-        if is_correction is None:
-            raise ValueError(f"is_bounds goes with is_correction, got is_bounds={is_bounds} without it")
-        check_pair("is_bounds", is_bounds, "(low, high)")
-        for bound in is_bounds:
-            if bound != math.inf:
-                check_number("is_bounds", bound)
-        if not 0 <= is_bounds[0] <= is_bounds[1]:
-            raise ValueError(f"is_bounds must be (low, high) with 0 <= low <= high, got {is_bounds}")
     if nll_mask is not None:
         check_tensor("nll_mask", nll_mask, dtypes=None)
         check_like("nll_mask", nll_mask, "logprobs", logprobs)
@@ -196,35 +177,13 @@ def ppo_loss(
     if is_correction == "seq_mask_tis":
         needs_sequences = "is_correction='seq_mask_tis'"
     check_layout("logprobs", logprobs, mask, cu_seqlens, aggregation, norm, num_tokens, num_seqs, needs_sequences)
-    dtype = accumulator(logprobs, *per_token.values())
+    dtype = accumulator(logprobs, *per_token)
     chosen, _ = resolve("ppo_loss", backend, logprobs.device, dtype)
     if chosen != "torch":
-        choices = [
-            LOSS_TYPES.index(loss_type),
-            KL_TYPES.index(kl_type),
-            int(kl_grad == "pathwise"),
-            CORRECTIONS.index(is_correction),
-            AGGREGATIONS.index(aggregation),
-        ]
-        if is_bounds is None:
-            is_bounds = DEFAULT_IS_BOUNDS.get(is_correction or "", (0.0, 0.0))
         tokens, tokens_tensor = split_count(num_tokens)
         seqs, seqs_tensor = split_count(num_seqs)
         nll_tokens, nll_tokens_tensor = split_count(num_nll_tokens)
-        numbers: tuple[float, ...] = (
-            clip_eps,
-            clip_eps if clip_eps_high is None else clip_eps_high,
-            0.0 if dual_clip is None else dual_clip,
-            *sapo_tau,
-            ent_coef,
-            kl_coef,
-            *is_bounds,
-            nll_coef,
-            1.0 if norm is None else norm,
-            tokens,
-            seqs,
-            nll_tokens,
-        )
+        numbers = [*options, 1.0 if norm is None else float(norm), tokens, seqs, nll_tokens]
         grad, entropy_grad = wants_grad(logprobs), wants_grad(entropy)
         # What is not read is not handed over.
         rollout = None if is_correction is None else rollout_logprobs
@@ -236,8 +195,8 @@ def ppo_loss(
             return Kept(
                 *op(
                     logprobs, old_logprobs, advantages, mask, entropy, ref_logprobs, rollout, positive, cu_seqlens,
-                    tokens_tensor, seqs_tensor, nll_tokens_tensor, choices, list(map(float, numbers)), grad,
-                    entropy_grad, chosen,
+                    tokens_tensor, seqs_tensor, nll_tokens_tensor, [*choices, AGGREGATIONS.index(aggregation)], numbers,
+                    grad, entropy_grad, chosen,
                 )
             )  # fmt: skip
 
@@ -274,6 +233,85 @@ def ppo_loss(
         )
 
     return loss_of_sums("ppo_loss", sums, logprobs, entropy, dtype, plain=backend == "torch")
+
+
+def _checked_options(*options: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """`_check_options`, which is asked once for each set of options: a step's calls all have the same."""
+    if torch.compiler.is_compiling():
+        return _check_options(*options)
+    try:
+        return _check_options_once(*options)
+    except TypeError:  # a list cannot be remembered; or that is the error, and comes again
+        return _check_options(*options)
+
+
+def _check_options(
+    loss_type: str,
+    clip_eps: float,
+    clip_eps_high: float | None,
+    dual_clip: float | None,
+    sapo_tau: tuple[float, float],
+    ent_coef: float,
+    kl_coef: float,
+    kl_type: str,
+    kl_grad: str,
+    is_correction: str | None,
+    is_bounds: tuple[float, float] | None,
+    nll_coef: float,
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Checks what is no tensor. Returns choices and numbers as the registered op takes them, up to what goes with the
+    aggregation."""
+    check_choice("loss_type", loss_type, LOSS_TYPES)
+    check_number("clip_eps", clip_eps, at_least=0)
+    if clip_eps_high is not None:
+        check_number("clip_eps_high", clip_eps_high, at_least=0)
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, above=1)
+        if loss_type not in ("ppo", "gspo"):
+            raise ValueError(f"dual_clip goes with loss_type 'ppo' or 'gspo', got {loss_type!r}")
+    check_pair("sapo_tau", sapo_tau, "(positive, other)")
+    for tau in sapo_tau:
+        check_number("sapo_tau", tau, above=0)
+    for name, coef in (("ent_coef", ent_coef), ("kl_coef", kl_coef), ("nll_coef", nll_coef)):
+        check_number(name, coef)
+    check_choice("kl_type", kl_type, KL_TYPES)
+    check_choice("kl_grad", kl_grad, ("reverse", "pathwise"))
+    if kl_grad == "pathwise" and kl_type in ("k1", "abs"):
+        raise ValueError(
+            f"kl_grad='pathwise' goes with kl_type 'k2' or 'k3', got {kl_type!r}: its own gradient is no KL gradient"
+        )
+    check_choice("is_correction", is_correction, CORRECTIONS)
+    if is_bounds is None:
+        is_bounds = DEFAULT_IS_BOUNDS.get(is_correction or "", (0.0, 0.0))
+    else:
+        if is_correction is None:
+            raise ValueError(f"is_bounds goes with is_correction, got is_bounds={is_bounds} without it")
+        check_pair("is_bounds", is_bounds, "(low, high)")
+        for bound in is_bounds:
+            if bound != math.inf:
+                check_number("is_bounds", bound)
+        if not 0 <= is_bounds[0] <= is_bounds[1]:
+            raise ValueError(f"is_bounds must be (low, high) with 0 <= low <= high, got {is_bounds}")
+    choices = (
+        LOSS_TYPES.index(loss_type),
+        KL_TYPES.index(kl_type),
+        int(kl_grad == "pathwise"),
+        CORRECTIONS.index(is_correction),
+    )
+    numbers = (
+        clip_eps,
+        clip_eps if clip_eps_high is None else clip_eps_high,
+        0.0 if dual_clip is None else dual_clip,
+        *sapo_tau,
+        ent_coef,
+        kl_coef,
+        *is_bounds,
+        nll_coef,
+    )
+    return choices, tuple(map(float, numbers))
+
+
+_check_options_once = lru_cache(maxsize=128, typed=True)(_check_options)
 
 
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kl_type: Literal["k1", "abs", "k2", "k3"] = "k3") -> Tensor:

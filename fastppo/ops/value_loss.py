@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastppo import _build
 from fastppo.backends import resolve
-from fastppo.checks import check_like, check_number, check_tensor, contents_checked
+from fastppo.checks import check_floats_like, check_number, check_tensor, contents_checked
 from fastppo.dtypes import accumulator, byte_flags
 from fastppo.metrics import VALUE_METRICS
 from fastppo.ops._loss import (
@@ -76,11 +76,9 @@ def value_loss(
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clipped form is that of openai/baselines ppo2.
     """
     check_tensor("values", values)
-    check_tensor("returns", returns)
-    check_like("returns", returns, "values", values)
+    check_floats_like("returns", returns, "values", values)
     if old_values is not None:
-        check_tensor("old_values", old_values)
-        check_like("old_values", old_values, "values", values)
+        check_floats_like("old_values", old_values, "values", values)
     if clip_eps is not None:
         check_number("clip_eps", clip_eps, above=0)
         if old_values is None:

@@ -32,7 +32,7 @@ OPTIONS = {name: options for name, options in CASES.items() if not any(word in n
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     """Loops of more than one turn on few tokens: interpreting is slow."""
-    monkeypatch.setattr(tiles, "LOSS_TOKENS", tiles.TokenTiles(groups=8, vector=4, warps=4, programs=3))
+    monkeypatch.setattr(tiles, "LOSS_TOKENS", tiles.TokenTiles(groups=8, vector=4, warps=4, programs=3, stages=2))
     for name, size in {"CHUNK": 32, "CHUNK_TILE": 16, "SEQUENCES": 4, "SLOTS": 2, "FINISH_ROWS": 2}.items():
         monkeypatch.setattr(tiles, f"LOSS_{name}", size)
 
