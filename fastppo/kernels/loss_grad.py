@@ -23,7 +23,8 @@ def _kernel(
     EXACT: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
-    let_next_begin(OVERLAP)
+    if tl.num_programs(0) <= 128:  # more would share the multiprocessors with programs that wait
+        let_next_begin(OVERLAP)
     if EXACT:
         n = n // 4 * 4  # so the compiler knows it is, and reads four tokens at once
     start = tl.program_id(0).to(tl.int64) * TILE
