@@ -101,6 +101,14 @@ def sum_and_scatter_rows(x: Tensor, vocab: VocabShard) -> Tensor:
     return result
 
 
+def merge_stats(parts: Tensor, temperature: float | Tensor) -> Tensor:
+    """[C, N, 4] of chunks of a rank's columns -> [N, 4] of the rank."""
+    merged = combine_stats(parts, temperature)
+    merged[:, 0] = parts[..., 0].amax(0)
+    merged[:, 3] = torch.where((parts[..., 3] == NOT_HERE).all(0), NOT_HERE, merged[:, 3])
+    return merged.to(parts.dtype)
+
+
 def combine_stats(gathered: Tensor, temperature: float | Tensor) -> Tensor:
     """[R, N, 4] -> [N, 4] float64, the statistics of whole rows; zy is NaN where no rank holds the target.
 

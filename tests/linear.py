@@ -37,6 +37,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(_linear, "CHUNK_LOGITS_CPU", 1)
 
 
+def small_columns(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+    """Log-probs in chunks of rows and columns, as on a GPU where the vocabulary is large."""
+    monkeypatch.setattr("fastppo.ops.linear_logprob.plan_of", lambda *_: _linear.Plan(rows, columns))
+
+
 class Memory(NamedTuple):
     largest: int  # bytes of the largest allocation
     peak: int  # bytes beyond what was there before

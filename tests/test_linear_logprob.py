@@ -14,7 +14,8 @@ from fastppo import linear_logprob
 from fastppo.ops import _linear
 from fastppo.reference.linear_logprob import linear_logprob as definition
 from fastppo.testing import assert_bitwise_equal, assert_no_worse
-from tests.linear import make_head, memory_of, small_chunks
+from fastppo.vocab import combine_stats, merge_stats
+from tests.linear import make_head, memory_of, small_chunks, small_columns
 
 NAN = math.nan
 MEMORY = ["save", "recompute"]
@@ -208,6 +209,65 @@ def test_frozen_parts_get_no_product_and_no_gradient(monkeypatch):
         linear_logprob(head.hidden, weight, head.targets, memory=memory).logprobs.sum().backward()
         assert weight.grad is not None and len(made) == 1
         made.clear()
+
+
+# -- chunks of columns ------------------------------------------------------------------------------------------------
+
+cuts = pytest.mark.parametrize("rows, columns", [(5, 7), (23, 20), (8, 61), (4, 60)])
+
+
+@cuts
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_columns_are_no_worse_than_pytorch(monkeypatch, options, rows, columns):
+    small_columns(monkeypatch, rows, columns)
+    check(make_head(23, 61, ignored=0.2), memory="recompute", **options)
+    check(make_head(23, 61), memory="recompute", with_bias=False, **options)
+
+
+@cuts
+def test_columns_leave_out_what_rows_leave_out(monkeypatch, rows, columns):
+    """Ignored rows, and rows without a gradient, that hold NaN; weight_grad_into; frozen parts."""
+    head = make_head(23, 61, ignored=0.3)
+    upstream = torch.randn(2, 23)
+    upstream[:, ::4] = 0
+    expected = run(linear_logprob, head, upstream=upstream, memory="recompute")
+    small_columns(monkeypatch, rows, columns)
+    dirty = head.hidden.masked_fill((head.targets == -100)[:, None], NAN)
+    dirty[::4] = NAN
+    got = run(linear_logprob, type(head)(dirty, *head[1:]), upstream=upstream, memory="recompute")
+    live = torch.ones(23, dtype=torch.bool)
+    live[::4] = False
+    for name, a, b in zip(NAMES, got, expected, strict=True):
+        if name in NAMES[:2]:
+            a, b = a[live], b[live]
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, msg=name)
+
+    def of(*needs, **options):
+        leaves = [x.clone().requires_grad_(need) for x, need in zip(head[:3], needs, strict=True)]
+        out = linear_logprob(*leaves[:2], head.targets, bias=leaves[2], memory="recompute", **options)
+        ((out.logprobs * upstream[0]).sum() + (out.entropy * upstream[1]).sum()).backward()
+        return [x.grad for x in leaves]
+
+    assert torch.equal(of(True, False, False)[0], of(True, True, True)[0])
+    into = torch.full((61, 8), 2.0)
+    assert of(True, True, False, weight_grad_into=into)[1] is None
+    torch.testing.assert_close(into - 2, expected[3], rtol=2e-5, atol=2e-5)
+
+
+def test_merged_statistics_are_those_of_all_columns():
+    """Chunks of a rank, one that holds no target, rows of -inf in one chunk or all."""
+    logits = torch.randn(6, 40)
+    logits[1, 10:20] = -torch.inf
+    logits[2] = -torch.inf
+    targets = torch.tensor([0, 12, 3, 39, 25, 10])
+    parts = torch.stack([
+        torch.ops.fastppo.logprob_stats(logits[:, c : c + 10].contiguous(), targets, None, 0.7, None, -100, True, c, 10,
+                                        "torch") for c in range(0, 40, 10)
+    ])  # fmt: skip
+    halves = torch.stack([merge_stats(parts[:2], 0.7), merge_stats(parts[2:], 0.7)])
+    assert halves.dtype == parts.dtype and bool((halves[:, 2, 0] == -torch.inf).all())
+    torch.testing.assert_close(combine_stats(halves, 0.7), combine_stats(parts, 0.7), rtol=1e-6, atol=1e-6,
+                               equal_nan=True)  # fmt: skip
 
 
 # -- memory, modes, dtypes --------------------------------------------------------------------------------------------

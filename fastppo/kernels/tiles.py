@@ -65,3 +65,7 @@ LOSS_CHUNK, LOSS_CHUNK_TILE, LOSS_CHUNK_WARPS = 4096, 1024, 4
 # Sequences whose chunks one program adds, and how many of each at a time.
 LOSS_SEQUENCES, LOSS_SLOTS = 16, 16
 LOSS_GRAD_TOKENS, LOSS_GRAD_WARPS = 2048, 4
+
+# --- scale: H100, not tuned -------------------------------------------------------------------------------------------
+
+SCALE_ELEMENTS, SCALE_WARPS, SCALE_PROGRAMS = 4096, 8, 1056

@@ -5,8 +5,12 @@ Legend: N rows (tokens), n rows of a chunk, D hidden size, V columns of this ran
 On a CPU the product costs the same per row from 256 rows on (49152 x 576, bfloat16 and float32: within 1 % of 512
 rows, and 7 to 17 % more at 128), so a chunk is about that many rows, or as many as 2^23 logits make where the
 vocabulary is small.
+
+On a GPU log-probs come in chunks of columns, of all rows or many: dweight of a chunk is final then, and only dhidden,
+which is smaller, is summed over chunks.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastppo.backends import NAMES
+from fastppo.backends import NAMES, resolve
 from fastppo.checks import (
     INTEGERS,
     check_choice,
@@ -23,11 +27,13 @@ from fastppo.checks import (
     check_tensor,
 )
 from fastppo.ops._logprob_ops import ROW_SCHEMA, RowOptions, check_rows
+from fastppo.ops._tracing import traced
 from fastppo.vocab import (
     NOT_HERE,
     VocabShard,
     gather_rows,
     gather_stats,
+    merge_stats,
     sum_and_scatter_rows,
     sum_over_ranks,
 )
@@ -35,6 +41,11 @@ from fastppo.vocab import (
 CHUNK_ROWS = 256
 CHUNK_LOGITS_CPU = 1 << 23
 CHUNK_LOGITS_ACCELERATOR = 1 << 29
+# Of log-probs on a GPU: rows of a chunk at most, and its logits, about.
+CHUNK_ROWS_GPU = 1 << 14
+CHUNK_LOGITS_GPU = 1 << 27
+# A tile of cuBLAS' products there.
+TILE_ROWS, TILE_COLUMNS = 128, 256
 REDUCTIONS = ("all_reduce", "reduce_scatter", "none")
 
 
@@ -88,9 +99,12 @@ def write_dlogits(
 def whole_stats(
     local: Tensor, targets: Tensor, temperature: Tensor | None, head: Head, vocab: VocabShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's statistics -> logprobs, entropy (empty without with_entropy) and what the backward needs."""
+    """This rank's statistics, [n, 4] or of chunks of its columns [C, n, 4] -> logprobs, entropy (empty without
+    with_entropy) and what the backward needs."""
+    if local.dim() == 3 and is_sharded(vocab):
+        local = merge_stats(local, head.temperature if temperature is None else temperature)
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.fastppo.logprob_combine(
-        gather_stats(local, vocab),
+        local if local.dim() == 3 else gather_stats(local, vocab),
         targets,
         temperature,
         head.temperature,
@@ -122,6 +136,29 @@ def chunk_rows(count: int, columns: int, device: torch.device) -> int:
 def usual_rows(columns: int, device: torch.device) -> int:
     logits = CHUNK_LOGITS_CPU if device.type == "cpu" else CHUNK_LOGITS_ACCELERATOR
     return max(CHUNK_ROWS, logits // max(columns, 1))
+
+
+class Plan(NamedTuple):
+    """How the logits of log-probs are cut where they are not kept; forward and backward cut alike."""
+
+    rows: int
+    columns: int
+
+
+def plan_of(count: int, columns: int, device: torch.device) -> Plan:
+    """`count` rows of this rank's columns."""
+    columns = max(columns, 1)
+    if device.type == "cpu":
+        return Plan(chunk_rows(count, columns, device), columns)
+    rows = max(1, -(-count // max(1, -(-count // CHUNK_ROWS_GPU))))
+    if rows * columns <= CHUNK_LOGITS_GPU:
+        return Plan(rows, columns)
+    # Whole waves: a product of so many columns has a multiple of as many tiles as there are multiprocessors.
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    wave = TILE_COLUMNS * (processors // math.gcd(processors, -(-rows // TILE_ROWS)))
+    if wave * rows > 2 * CHUNK_LOGITS_GPU:
+        wave = TILE_COLUMNS
+    return Plan(rows, min(columns, wave * max(1, round(CHUNK_LOGITS_GPU / rows / wave))))
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
@@ -175,18 +212,55 @@ class Product:
         self.forward_weight = self.weight.to(self.wide)
         self.bias = None if bias is None else bias[: head.used].to(head.product).to(self.wide)
 
-    def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """out [n, V] = hidden [n, D] @ weight.T + bias, rounded to out's dtype."""
+    def logits(self, hidden: Tensor, out: Tensor, columns: slice = slice(None)) -> None:
+        """out [n, V] = hidden [n, D] @ weight.T + bias, of these columns, rounded to out's dtype."""
         with torch.autocast(self.device.type, enabled=False):
             hidden = hidden.to(self.head.product).to(self.wide)
             same = out if out.dtype == self.wide else None
-            columns = self.forward_weight.t()
+            weight = self.forward_weight[columns].t()
             if self.bias is None:
-                result = torch.mm(hidden, columns, out=same)
+                result = torch.mm(hidden, weight, out=same)
             else:
-                result = torch.addmm(self.bias, hidden, columns, out=same)
+                result = torch.addmm(self.bias[columns], hidden, weight, out=same)
             if same is None:
                 out.copy_(result)
+
+
+def widens(a: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product with `a` can be written in this wider dtype without being rounded to a's before."""
+    return a.is_cuda and dtype == torch.float32 and "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
+def scaled(x: Tensor, upstream: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
+    """x * upstream (0-dim), rounded once to `dtype`; x itself where it has that dtype."""
+    if not traced(x) and resolve("logprob", backend, x.device, torch.promote_types(x.dtype, dtype))[0] == "triton":
+        from fastppo.kernels.scale import scale
+
+        out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+        scale(x, upstream, out)
+        return out
+    # Widened first: a half's product would be rounded a second time.
+    return x.to(torch.promote_types(x.dtype, dtype)).mul_(upstream).to(dtype)
+
+
+def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    elif widens(a, out.dtype):
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.copy_(torch.mm(a, b))
+
+
+def mm_onto(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif widens(a, out.dtype):
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.add_(torch.mm(a, b))
 
 
 class Gradients:
@@ -237,12 +311,14 @@ class Gradients:
                 self.dbias[:used] += dbias if factor is None else dbias * factor
             dlogits = dlogits.to(product.head.product)
             if self.dhidden is not None:
-                dhidden = torch.mm(dlogits, product.weight).to(self.dhidden.dtype)
+                direct = isinstance(rows, slice) and factor is None
+                dhidden = self.dhidden[rows] if direct else self.dhidden.new_empty(dlogits.shape[0], hidden.shape[1])
+                mm_into(dhidden, dlogits, product.weight)
                 if factor is not None:
                     dhidden *= factor
                 if isinstance(rows, Tensor):
                     self.dhidden.index_copy_(0, rows, dhidden)
-                else:
+                elif not direct:
                     self.dhidden[rows] = dhidden
             if self.needs_weight:
                 hidden = hidden if live is None else torch.where(live[:, None], hidden, 0.0)
@@ -255,18 +331,13 @@ class Gradients:
             dtype = hidden.dtype if self.single and factor is None else self.dtype
             total = self.dweight = torch.empty(self.shape, dtype=dtype, device=device)
             total[used:] = 0
-            if dtype == hidden.dtype:
-                torch.mm(dlogits, hidden, out=total[:used])
-            else:
-                total[:used] = torch.mm(dlogits, hidden)
+            mm_into(total[:used], dlogits, hidden)
             if factor is not None:
                 total *= factor
-            return
-        if factor is None and hidden.dtype == total.dtype:
-            total[:used].addmm_(dlogits, hidden)
-            return
-        dweight = torch.mm(dlogits, hidden)
-        total[:used].add_(dweight if factor is None else dweight.to(total.dtype).mul_(factor))
+        elif factor is None:
+            mm_onto(total[:used], dlogits, hidden)
+        else:
+            total[:used].add_(torch.mm(dlogits, hidden).to(total.dtype).mul_(factor))
 
     def weight_gradient(self) -> Tensor | None:
         """[V, D]; None where it is not wanted or went into weight_grad_into."""

@@ -3,10 +3,10 @@
     logits = hidden @ weight.T + bias,   then per row as `ops/logprob.py`,
     dhidden = dlogits @ weight,   dweight = dlogits.T @ hidden,   dbias = sum over rows of dlogits.
 
-The logits are made in chunks of rows. memory="recompute" keeps four numbers per row and multiplies again in backward:
-the same chunks of the same rows, so the same rounding, and every row of dlogits sums to 0. memory="save" keeps the
-logits, and backward writes dlogits over them. Rows that are ignored are left out of every product, rows whose upstream
-gradients are exactly 0 out of the products of backward (on a CPU; elsewhere knowing them would synchronise).
+The logits are made in chunks, of rows on a CPU, of columns on a GPU. memory="recompute" keeps four numbers per row and
+multiplies again in backward: the same chunks, so the same rounding, and every row of dlogits sums to 0. memory="save"
+keeps the logits, and backward writes dlogits over them. Rows that are ignored are left out of every product, rows whose
+upstream gradients are exactly 0 out of the products of backward (on a CPU; elsewhere knowing them would synchronise).
 
 Over a sharded vocabulary forward has the one all-gather of `vocab.py`, and backward sums dhidden over ranks once.
 """
@@ -22,6 +22,7 @@ from fastppo.ops._linear import (
     HEAD_SCHEMA,
     Gradients,
     Head,
+    Plan,
     Product,
     check_head,
     chunk_rows,
@@ -30,10 +31,13 @@ from fastppo.ops._linear import (
     gather_hidden,
     gathers_hidden,
     is_sharded,
+    mm_into,
+    mm_onto,
     move_up,
     narrow,
     no_stats,
     plain_operands,
+    plan_of,
     reduce_partial,
     row_stats,
     save_limit,
@@ -244,21 +248,47 @@ def _stats(
     save: bool,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """[N, 4] local statistics and, if saved, the logits [N, used]: those of the rows that are read come first."""
+    """Local statistics, [N, 4] or of chunks of columns [C, N, 4]; and, if saved, the logits [N, used]: those of the
+    rows that are read come first."""
     head = Head(*options)
-    stats = no_stats(targets, head.sums)
     rows = _read_rows(targets, head.ignore_index)
     count = count_of(rows)
-    size = chunk_rows(count, head.used, targets.device)
-    logits = hidden.new_empty(targets.numel() if save else min(count, size), head.used, dtype=head.logits)
+    plan = _plan(count, head, targets.device, save)
+    stats = [no_stats(targets, head.sums) for _ in range(_num_column_chunks(plan, head))]
+    logits = hidden.new_empty(
+        (targets.numel(), head.used) if save else min(count, plan.rows) * plan.columns, dtype=head.logits
+    )
     if count and head.used:
         product = Product(weight, bias, head)
-        for part in chunks(count, size):
-            block = logits[part] if save else logits[: part.stop - part.start]
+        for part in chunks(count, plan.rows):
             index = narrow(rows, part)
-            product.logits(take(hidden, index), block)
-            stats[index] = row_stats(block, take(targets, index), take_optional(temperature, index), head)
-    return stats, logits if save else logits.new_empty(0)
+            of_hidden, of_targets = take(hidden, index), take(targets, index)
+            of_temperature = take_optional(temperature, index)
+            for into, columns in zip(stats, chunks(head.used, plan.columns), strict=True):
+                block = logits[part] if save else _block(logits, of_targets, columns)
+                product.logits(of_hidden, block, columns)
+                into[index] = row_stats(block, of_targets, of_temperature, _of_columns(head, columns))
+    return stats[0] if len(stats) == 1 else torch.stack(stats), logits if save else logits.new_empty(0)
+
+
+def _plan(count: int, head: Head, device: torch.device, save: bool) -> Plan:
+    if save:  # all columns, as dlogits are an operand whole
+        return Plan(chunk_rows(count, head.used, device) if device.type == "cpu" else max(count, 1), max(head.used, 1))
+    return plan_of(count, head.used, device)
+
+
+def _num_column_chunks(plan: Plan, head: Head) -> int:
+    return -(-head.used // plan.columns) if head.used > plan.columns else 1
+
+
+def _of_columns(head: Head, columns: slice) -> Head:
+    return head._replace(start=head.start + columns.start, used=columns.stop - columns.start)
+
+
+def _block(buffer: Tensor, rows: Tensor, columns: slice) -> Tensor:
+    """The buffer's beginning, as the logits of these rows and columns."""
+    shape = rows.shape[0], columns.stop - columns.start
+    return buffer[: shape[0] * shape[1]].view(shape)
 
 
 def _backward(
@@ -279,7 +309,13 @@ def _backward(
     head = Head(*options)
     rows = _read_rows(targets, head.ignore_index)
     count = count_of(rows)
-    size = chunk_rows(count, head.used, targets.device)
+    plan = _plan(count, head, targets.device, logits is not None)
+    if _num_column_chunks(plan, head) > 1:
+        return _backward_by_columns(
+            plan, rows, hidden, weight, bias, targets, temperature, stats, upstream, weight_grad_into, needs, partial,
+            head,
+        )  # fmt: skip
+    size = plan.rows
     if logits is not None and head.logits == head.product:
         size = max(count, 1)  # dlogits are operands as they are: one product each
     product = Product(weight, bias, head)
@@ -328,6 +364,76 @@ def _backward(
     )
 
 
+def _backward_by_columns(
+    plan: Plan,
+    rows: slice | Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    stats: Tensor,
+    upstream: Tensor,
+    weight_grad_into: Tensor | None,
+    needs: list[bool],
+    partial: bool,
+    head: Head,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_backward` of logits that are made again in chunks of columns: dweight and dbias of a chunk are final, dhidden
+    is summed over chunks in float32."""
+    count, product, empty = count_of(rows), Product(weight, bias, head), stats.new_empty(0)
+    dhidden = hidden.new_zeros(count, hidden.shape[1], dtype=head.sums) if needs[0] else None
+    dweight = None
+    if needs[1] and weight_grad_into is None:
+        dweight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        dweight[head.used :] = 0
+    dbias = bias.new_zeros(bias.shape) if needs[2] and bias is not None else None
+    # Rows without a gradient have dlogits of 0, and hidden states that may hold anything: 0 * NaN must not be formed.
+    live = (targets != head.ignore_index) & (upstream != 0).any(1)
+    operand = torch.where(live[:, None], hidden, 0.0).to(head.product) if needs[1] else None
+    buffer = hidden.new_empty(min(count, plan.rows) * plan.columns, dtype=head.logits)
+    parts = list(chunks(count, plan.rows))
+    for columns in chunks(head.used, plan.columns):
+        total = None
+        if needs[1]:
+            if weight_grad_into is not None:
+                total = weight_grad_into[columns]
+            elif dweight is not None:
+                # Several chunks of rows are added up in float32 and rounded once.
+                total = dweight[columns] if len(parts) == 1 else dweight[columns].to(head.sums)
+        of_bias = stats.new_zeros(columns.stop - columns.start) if dbias is not None else None
+        for part in parts:
+            index = narrow(rows, part)
+            of_targets = take(targets, index)
+            block = _block(buffer, of_targets, columns)
+            product.logits(take(hidden, index), block, columns)
+            write_dlogits(
+                block, of_targets, take_optional(temperature, index), take(stats, index), take(upstream, index),
+                _of_columns(head, columns),
+            )  # fmt: skip
+            if of_bias is not None:
+                of_bias += block.sum(0, dtype=of_bias.dtype)
+            with torch.autocast(product.device.type, enabled=False):
+                dlogits = block.to(head.product)
+                if dhidden is not None:
+                    add = mm_into if columns.start == 0 else mm_onto
+                    add(dhidden[part], dlogits, product.weight[columns])
+                if total is not None and operand is not None:
+                    add = mm_into if part.start == 0 and weight_grad_into is None else mm_onto
+                    add(total, dlogits.t(), take(operand, index))
+        if dweight is not None and total is not None and len(parts) > 1:
+            dweight[columns] = total
+        if dbias is not None and of_bias is not None:
+            dbias[columns] = of_bias.to(dbias.dtype)
+    if dhidden is not None and isinstance(rows, Tensor):
+        dhidden = dhidden.new_zeros(hidden.shape).index_copy_(0, rows, dhidden)
+    return (
+        empty if dhidden is None else dhidden if partial else dhidden.to(hidden.dtype),
+        empty.clone() if dweight is None else dweight,
+        empty.clone() if dbias is None else dbias,
+    )
+
+
 _LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
 _LIBRARY.define(
     "linear_logprob_stats(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, bool save, "
@@ -345,10 +451,11 @@ _LIBRARY.impl("linear_logprob_backward", _backward, "CompositeExplicitAutograd")
 @torch.library.register_fake("fastppo::linear_logprob_stats", lib=_LIBRARY)
 def _(hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, temperature: Any, save: bool, *options: Any) -> Any:
     head = Head(*options)
-    shape = (targets.numel(), head.used) if save else (0,)
+    cut = not save and targets.device.type != "cpu"
+    chunks = _num_column_chunks(plan_of(targets.numel(), head.used, targets.device), head) if cut else 1
     return (
-        hidden.new_empty(targets.numel(), 4, dtype=head.sums),
-        hidden.new_empty(shape, dtype=head.logits),
+        hidden.new_empty(([chunks] if chunks > 1 else []) + [targets.numel(), 4], dtype=head.sums),
+        hidden.new_empty((targets.numel(), head.used) if save else (0,), dtype=head.logits),
     )
 
 

@@ -50,6 +50,7 @@ from fastppo.ops._linear import (
     plain_operands,
     reduce_partial,
     row_stats,
+    scaled,
     take,
     take_optional,
     usual_rows,
@@ -335,6 +336,7 @@ class _LinearLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.vocab, ctx.reduce_dhidden, ctx.into = work.vocab, work.reduce_dhidden, work.weight_grad_into
+        ctx.backend = work.inputs.head.backend
         ctx.save_for_backward(*output[4:])
         ctx.spent = False
 
@@ -349,17 +351,15 @@ class _LinearLoss(torch.autograd.Function):
         ctx.spent = True
         dhidden, dweight, dbias = ctx.saved_tensors
         if dhidden is not None:
-            dhidden = reduce_partial(dhidden.mul_(upstream), ctx.vocab, ctx.reduce_dhidden)
-            dhidden = dhidden.to(ctx.dtypes[0]).view(ctx.shape)
+            dhidden = scaled(dhidden, upstream, dhidden.dtype, ctx.backend)
+            dhidden = reduce_partial(dhidden, ctx.vocab, ctx.reduce_dhidden).to(ctx.dtypes[0]).view(ctx.shape)
         if dweight is not None and ctx.into is not None:
             ctx.into.add_(dweight.to(torch.float32).mul_(upstream))
             dweight = None
         elif dweight is not None:
-            # Widened first: a half's product would be rounded a second time.
-            wide = torch.promote_types(dweight.dtype, ctx.dtypes[1])
-            dweight = dweight.to(wide).mul_(upstream).to(ctx.dtypes[1])
+            dweight = scaled(dweight, upstream, ctx.dtypes[1], ctx.backend)
         if dbias is not None:
-            dbias = dbias.mul_(upstream).to(ctx.dtypes[2])
+            dbias = scaled(dbias, upstream, ctx.dtypes[2], ctx.backend)
         return dhidden, dweight, dbias, None
 
 

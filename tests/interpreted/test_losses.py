@@ -18,6 +18,7 @@ from losses import (
 )
 
 from fastppo.kernels import tiles
+from fastppo.kernels.scale import scale
 from fastppo.ops.ppo_loss import LOSS_TYPES
 from fastppo.testing import assert_bitwise_equal
 
@@ -137,3 +138,17 @@ def test_an_old_log_prob_of_nan_is_not_dropped_by_the_correction(correction):
     options = dict(is_correction=correction, rollout_logprobs="rollout_logprobs")
     loss, _, grad = ppo(batch, backend="triton", **options)
     assert bool(loss.isnan()) and bool(grad[1].isnan())
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 12304])
+def test_scale(tokens):
+    """Out of place and in place, where a factor of 1 leaves everything as it is."""
+    x = torch.randn(tokens)
+    for factor in (torch.tensor(0.37), torch.tensor(1.0)):
+        for dtype in (torch.float32, torch.float16):
+            out = torch.empty(tokens, dtype=dtype)
+            scale(x, factor, out)
+            assert_bitwise_equal("out", out, (x * factor).to(dtype))
+        inplace = x.clone()
+        scale(inplace, factor, inplace)
+        assert_bitwise_equal("in place", inplace, x * factor)
