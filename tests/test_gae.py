@@ -611,22 +611,53 @@ def test_outputs_past_the_caches_are_those_of_each_row_alone(shape: tuple[int, i
 
 @pytest.mark.parametrize("options", ["plain", "mask", "bootstrap-at-the-end", "lam-a-row"])
 @pytest.mark.parametrize("steps", [1, 3, 15, 16, 17, 47, 64, 131])
-def test_rows_side_by_side_are_those_of_each_row_alone(steps: int, options: str) -> None:
-    """37 rows: two groups that are walked in squares of positions, and rows that are not. A row of padding at the end,
-    one in the middle, and one without a selected position."""
-    case = Case((37, steps), OPTIONS[options])
+@pytest.mark.parametrize("rows", [15, 37])
+def test_rows_side_by_side_are_those_of_each_row_alone(rows: int, steps: int, options: str) -> None:
+    """Groups of 16, 8 and 4 rows that are walked in squares of positions, and rows that are not. A row of padding at
+    the end, one in the middle, and one without a selected position."""
+    case = Case((rows, steps), OPTIONS[options])
     if "mask" in case.full:
         case.full["mask"][:, steps // 2 : steps // 2 + 20] = False
         case.full["mask"][3, steps // 3 :] = False
-        case.full["mask"][20] = False
-        case.full["mask"][21] = True
+        case.full["mask"][10] = False
+        case.full["mask"][11] = True
     whole = gae(**case.arguments(), backend="cpu")
     close(whole, case.expected())
     same_bits(gae(**case.arguments(lambda x: x.repeat_interleave(2, 0)[::2]), backend="cpu"), whole)
-    for b in range(37):
+    for b in range(rows):
         of_row = {name: x[b : b + 1] if isinstance(x, Tensor) else x for name, x in case.arguments().items()}
         row = gae(**of_row, backend="cpu")
         same_bits(GAEOutput(whole.advantages[b : b + 1], whole.returns[b : b + 1]), row)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own: data_ptr() is nobody's."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapped":
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def bare(x: Any) -> Any:
+            return x.inner if isinstance(x, Wrapped) else x
+
+        return func(*map(bare, args), **{k: bare(v) for k, v in (kwargs or {}).items()})
+
+
+@pytest.mark.parametrize("which", ["rewards", "values", "mask", "lam", "bootstrap_values"])
+def test_tensors_whose_memory_is_not_theirs(which: str) -> None:
+    """A wrapper around another tensor, and a view that is negated when it is read."""
+    case = Case((5, 20), OPTIONS["bootstrap-at-the-end"] + ("lam_row",))
+    expected = gae(**case.arguments(), backend="cpu")
+    arguments = case.arguments()
+    same_bits(gae(**arguments | {which: Wrapped(arguments[which])}, backend="cpu"), expected)
+    if arguments[which].dtype == torch.float32 and which != "lam":
+        negated = torch.complex(torch.zeros_like(arguments[which]), -arguments[which]).conj().imag
+        assert negated.is_neg()
+        same_bits(gae(**arguments | {which: negated}, backend="cpu"), expected)
 
 
 # --- As a torch op ----------------------------------------------------------------------------------------------------

@@ -157,11 +157,11 @@ def test_a_loss_of_ones_own_and_backwards_factor(dtype, chunk):
     leaves = [x.double().requires_grad_() for x in (hidden, weight)]
     truth = definition(*leaves, targets)
     exact = torch.autograd.grad((truth[0] * rows["weight"].double() + 0.1 * truth[1]).sum(), leaves)
-    for i, name in enumerate(("dhidden", "dweight")):
+    for i in range(2):
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         scale = float(exact[i].abs().max())
         torch.testing.assert_close(grads[1.0][i].double(), exact[i], rtol=0, atol=tolerance * scale)
-        torch.testing.assert_close(grads[0.375][i].double(), 0.375 * grads[1.0][i].double(), rtol=2**-8, atol=1e-12)
+        torch.testing.assert_close(grads[0.375][i].double(), 0.375 * grads[1.0][i].double(), rtol=2**-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("memory", ["save", "recompute"])

@@ -885,3 +885,19 @@ def test_an_old_log_prob_of_nan_is_not_dropped_by_the_correction(backend, correc
     )
     (grad,) = torch.autograd.grad(out.loss, leaf)
     assert math.isnan(out.loss.item()) and math.isnan(grad[0, 0].item())
+
+
+def test_views_that_are_negated_when_they_are_read():
+    x, advantages = -torch.rand(6), torch.randn(6)
+    expected = ppo_loss(x, x - 0.1, advantages).loss
+    negated = torch.complex(torch.zeros(6), -advantages).conj().imag
+    assert negated.is_neg()
+    assert_bitwise_equal("loss", ppo_loss(x, x - 0.1, negated).loss, expected)
+
+
+def test_options_remembered_are_checked_again_where_a_type_differs():
+    x = torch.zeros(3)
+    for good, bad in (((1.0, 1.05), (True, 1.05)), ([1.0, 1.05], [1.0, 0.0])):
+        ppo_loss(x, x, x, loss_type="sapo", sapo_tau=good)
+        with pytest.raises((TypeError, ValueError), match="sapo_tau"):
+            ppo_loss(x, x, x, loss_type="sapo", sapo_tau=bad)

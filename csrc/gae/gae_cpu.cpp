@@ -107,15 +107,16 @@ FASTPPO_INLINE bool aligned(const float* x) {
   return reinterpret_cast<uintptr_t>(x) % sizeof(Floats4) == 0;
 }
 
-// What is still to be walked; each thread takes the next when it is done with one.
+// Sequences that are still to be walked; each thread takes the next `size` when it is done with some.
 struct Shared {
   std::atomic<int64_t> next;
   int64_t end;
-  int64_t size;  // sequences of one
+  int64_t size;
 
+  // The first of those taken; -1 when there are no more.
   int64_t take() {
-    const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
-    return i < end ? i : -1;
+    const int64_t b = next.fetch_add(size, std::memory_order_relaxed);
+    return b < end ? b : -1;
   }
 };
 
@@ -723,18 +724,18 @@ struct Kernel {
     }
   }
 
-  // Rows `begin` to `end` of plain inputs, in vectors of as many lanes as there are rows.
+  // Rows `begin` to `end` of plain inputs, a multiple of kMinLanes, in vectors of as many lanes as there are rows.
   static FASTPPO_INLINE void walk_group(const GaeParams& p, int64_t begin, int64_t end, bool stream) {
+    for (; end - begin >= kLanes; begin += kLanes) walk_rows(p, begin, stream);
     if constexpr (kLanes > kMinLanes) {
-      if (end - begin < kLanes) return Kernel<kLanes / 2>::walk_group(p, begin, end, stream);
+      if (begin < end) Kernel<kLanes / 2>::walk_group(p, begin, end, stream);
     }
-    for (int64_t b = begin; b < end; b += kLanes) walk_rows(p, b, stream);
   }
 
   static FASTPPO_INLINE void walk(const GaeParams& p, Shared& groups, Shared& sequences, bool few) {
     const bool side_by_side = time_major(p), stream = past_caches(p);
-    for (int64_t group; (group = groups.take()) >= 0;) {
-      const int64_t begin = group * groups.size, end = begin + groups.size;
+    for (int64_t begin; (begin = groups.take()) >= 0;) {
+      const int64_t end = std::min(begin + groups.size, groups.end);
       if (!side_by_side) {
         walk_group(p, begin, end, stream);
         continue;
@@ -775,15 +776,15 @@ void gae_cpu(const GaeParams& params, int num_threads) {
   const int64_t positions = params.cu_seqlens != nullptr ? params.num_steps : params.num_seqs * params.num_steps;
   const int64_t most = std::min<int64_t>(num_threads, params.num_seqs);
   const int64_t tasks = std::clamp<int64_t>(positions / kMinTokensPerTask, 1, most);
-  int64_t group_size = kMaxLanes, num_groups = 0;
+  int64_t group = kMaxLanes, grouped = 0;  // sequences of a group, and of all groups
   if (time_major(params)) {
-    num_groups = params.num_seqs / group_size;
+    grouped = params.num_seqs / group * group;
   } else if (params.cu_seqlens == nullptr && params.out_time_stride == 1 && is_plain(params)) {
     // The largest of which every thread has one.
-    while (group_size > kMinLanes && params.num_seqs / group_size < tasks) group_size /= 2;
-    num_groups = params.num_seqs / group_size;
+    while (group > kMinLanes && params.num_seqs / group < tasks) group /= 2;
+    grouped = params.num_seqs / kMinLanes * kMinLanes;
   }
-  Shared groups{{0}, num_groups, group_size}, sequences{{num_groups * group_size}, params.num_seqs, 1};
+  Shared groups{{0}, grouped, group}, sequences{{grouped}, params.num_seqs, 1};
   // Where there are fewer sequences than all threads have slots, each leaves the others theirs.
   const bool few = params.num_seqs - sequences.next <= 4 * tasks;
   parallel_for(tasks, num_threads, [&](int64_t) { walk_some(params, groups, sequences, few); });

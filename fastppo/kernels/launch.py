@@ -48,7 +48,8 @@ def wait_for_previous(OVERLAP: tl.constexpr) -> None:
 @cache
 def overlap_on(index: int | None) -> bool:
     """Whether a device starts a kernel before the one before it is done (programmatic dependent launch)."""
-    return index is not None and torch.cuda.get_device_capability(index) >= (9, 0)
+    known = hasattr(tl.extra.cuda, "gdc_wait") and torch.version.hip is None  # Triton 3.3 has none
+    return index is not None and known and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 class Launcher:

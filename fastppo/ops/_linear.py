@@ -233,14 +233,17 @@ def widens(a: Tensor, dtype: torch.dtype) -> bool:
 
 def scaled(x: Tensor, upstream: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     """x * upstream (0-dim), rounded once to `dtype`; x itself where it has that dtype."""
-    if not traced(x) and resolve("logprob", backend, x.device, torch.promote_types(x.dtype, dtype))[0] == "triton":
+    wide = torch.promote_types(x.dtype, dtype)
+    if not traced(x, upstream) and resolve("logprob", backend, x.device, wide)[0] == "triton":
         from fastppo.kernels.scale import scale
 
         out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
         scale(x, upstream, out)
         return out
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and upstream == 1:
+        return x.to(dtype)
     # Widened first: a half's product would be rounded a second time.
-    return x.to(torch.promote_types(x.dtype, dtype)).mul_(upstream).to(dtype)
+    return x.to(wide).mul_(upstream).to(dtype)
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:

@@ -195,7 +195,7 @@ def _scaled(
         codes = [-1 if x is None else CODES[x] for x in (dtype, entropy_dtype)]
         grads = torch.ops.fastppo.loss_grad(kept, scales, upstream, *codes, backend)
         return None if dtype is None else grads[0], None if entropy_dtype is None else grads[1]
-    if (backend == "triton" or (backend == "cpu" and kept[0].numel() >= _KERNEL_TOKENS)) and not traced(kept):
+    if (backend == "triton" or (backend == "cpu" and kept[0].numel() >= _KERNEL_TOKENS)) and not traced(kept, upstream):
         x_grad, entropy_grad = (
             None if x is None else torch.empty(kept.shape[1:], dtype=x, device=kept.device)
             for x in (dtype, entropy_dtype)

@@ -102,7 +102,8 @@ def gae(
     if whiten and rewards.device.type in ("cpu", "cuda"):
         dtype = accumulator(rewards, values, bootstrap_values)
         kernel, _ = resolve("gae", backend, rewards.device, dtype)
-    op = torch.ops.fastppo.gae if traced(rewards) else _gae
+    others = (mask, terminated, truncated, bootstrap_values, cu_seqlens, per_seq, of_returns_per_seq)
+    op = torch.ops.fastppo.gae if traced(rewards, values, *others) else _gae
     advantages, returns, moments = op(
         rewards,
         values,

@@ -1,8 +1,8 @@
 """`ppo_loss` from hidden states and the output head in one pass: `linear_loss` with the losses of `ops/ppo_loss.py`.
 
-The chunks compute sums without their normaliser (every count is given as 1), so a token's coefficient, and with it its
-row of dlogits, depends neither on how many tokens the step has nor on the chunk it came in. Counts that are not given
-are taken of the whole call first.
+Counts that are not given are taken of the whole call first, so a token's coefficient, and with it its row of dlogits,
+does not depend on the chunk it came in. In float16 the chunks compute sums without their normaliser, so that it does
+not depend on how many tokens the step has either, and does not underflow.
 """
 
 from __future__ import annotations  # with evaluated ones torch 2.8 compiles no inner function
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastppo.checks import INTEGERS, check_like, check_tensor
 from fastppo.metrics import PPO_METRICS
+from fastppo.ops._linear import product_dtype
 from fastppo.ops._loss import LossOutput, check_count, check_layout
 from fastppo.ops.linear_loss import LinearLossOutput, linear_loss
 from fastppo.ops.ppo_loss import ppo_loss
@@ -116,9 +117,13 @@ def linear_ppo_loss(
     scale = reciprocal(count, advantages) / (1.0 if norm is None else norm)
     some = scale > 0  # a count of 0 gives loss 0, but for the NLL term, which has its own
     normaliser = torch.where(some, scale, 1.0)
+    # In float16, whose range ends early, dlogits are formed without the normaliser; else with it, so that backward's
+    # factor is 1 where the caller's is, and multiplies nothing.
+    outside = torch.float16 in (product_dtype(hidden, weight), logits_dtype)
+    count_of_sums = some.double() if outside else some / normaliser
     if nll_coef and nll_mask is not None:
         found = (selected & (nll_mask != 0)).sum() if num_nll_tokens is None else num_nll_tokens
-        num_nll_tokens = normaliser * found
+        num_nll_tokens = normaliser * found if outside else found
 
     def sums(logprobs: Tensor, entropy: Tensor | None, rows: dict[str, Tensor]) -> LossOutput:
         return ppo_loss(
@@ -146,8 +151,8 @@ def linear_ppo_loss(
             cu_seqlens=rows.get("cu_seqlens"),
             aggregation=aggregation,
             norm=None if norm is None else 1.0,
-            num_tokens=some.double(),
-            num_seqs=some.double(),
+            num_tokens=count_of_sums,
+            num_seqs=count_of_sums,
             backend=backend,
         )
 
@@ -177,5 +182,5 @@ def linear_ppo_loss(
     # A sequence that is cut into chunks is one sequence all the same.
     metrics = output.metrics.clone()
     metrics[PPO_METRICS.index("seqs")] = sequences.count()
-    loss = (output.loss.double() * normaliser).to(output.loss.dtype)
+    loss = (output.loss.double() * normaliser).to(output.loss.dtype) if outside else output.loss
     return LinearLossOutput(loss, metrics, output.logprobs, output.entropy)

@@ -24,6 +24,7 @@ arXiv:2507.20673, and github.com/callsys/GMPO for A = 0; sapo Gao et al. 2025, a
 
 from __future__ import annotations  # with evaluated ones torch 2.8 compiles no inner function
 
+import contextlib
 import math
 from functools import lru_cache
 from typing import Any, Literal
@@ -189,7 +190,8 @@ def ppo_loss(
         rollout = None if is_correction is None else rollout_logprobs
         positive = nll_mask if nll_coef else None
 
-        op = torch.ops.fastppo.ppo_loss if traced(logprobs) else _ppo_loss
+        others = (mask, nll_mask, cu_seqlens, tokens_tensor, seqs_tensor, nll_tokens_tensor)
+        op = torch.ops.fastppo.ppo_loss if traced(logprobs, *per_token, *others) else _ppo_loss
 
         def forward(logprobs: Tensor, entropy: Tensor | None) -> Kept:
             return Kept(
@@ -239,10 +241,11 @@ def _checked_options(*options: Any) -> tuple[tuple[int, ...], tuple[float, ...]]
     """`_check_options`, which is asked once for each set of options: a step's calls all have the same."""
     if torch.compiler.is_compiling():
         return _check_options(*options)
-    try:
-        return _check_options_once(*options)
-    except TypeError:  # a list cannot be remembered; or that is the error, and comes again
-        return _check_options(*options)
+    types = tuple(type(x) for option in options if isinstance(option, tuple) for x in option)
+    found = None
+    with contextlib.suppress(TypeError):  # a list cannot be remembered; or that is the error, and comes again
+        found = _check_options_once(types, *options)
+    return _check_options(*options) if found is None else found
 
 
 def _check_options(
@@ -311,7 +314,9 @@ def _check_options(
     return choices, tuple(map(float, numbers))
 
 
-_check_options_once = lru_cache(maxsize=128, typed=True)(_check_options)
+@lru_cache(maxsize=128, typed=True)
+def _check_options_once(_types: tuple[type, ...], *options: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return _check_options(*options)
 
 
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kl_type: Literal["k1", "abs", "k2", "k3"] = "k3") -> Tensor:

@@ -93,7 +93,8 @@ def value_loss(
         grad = wants_grad(values)
         clipped_from = None if clip_eps is None else old_values
 
-        op = torch.ops.fastppo.value_loss if traced(values) else _value_loss
+        others = (old_values, returns, mask, cu_seqlens, tokens_tensor, seqs_tensor)
+        op = torch.ops.fastppo.value_loss if traced(values, *others) else _value_loss
 
         def forward(values: Tensor, _: Tensor | None) -> Kept:
             return Kept(
