@@ -30,3 +30,9 @@ GAE_CUDA = {"512x2048": (512, 2048), "32x32768": (32, 32768), "8192x1024": (8192
 
 # Tokens beyond the L2 cache; and a micro-batch, which is over before the host has launched the next.
 LOSSES_CUDA = {"4194304": 1 << 22, "65536": 1 << 16}
+
+# Heads of an 8B and a 1.7B model over the vocabularies of Qwen and Llama 3: N, D, V.
+LINEAR_CUDA = {
+    "8192x4096x151936": (8192, 4096, 151936), "8192x2048x151936": (8192, 2048, 151936),
+    "16384x4096x128256": (16384, 4096, 128256),
+}  # fmt: skip

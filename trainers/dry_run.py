@@ -33,7 +33,8 @@ def dry_run(config: PPOTrainerConfig) -> str:
         raise ConfigError(str(error)) from error
     if len(prompts) < plan.prompts:
         raise ConfigError(
-            f"ppo.num_prompts_per_step={plan.prompts}, but there are only {counted(len(prompts), 'prompt')}"
+            f"ppo.num_prompts_per_step={plan.prompts}, but there are only {counted(len(prompts), 'prompt')}: "
+            f"set it to {len(prompts)} or less"
         )
     wanted = config.policy.generation.dtype
     engine_dtype = dtype if wanted == "auto" else getattr(torch, wanted)
