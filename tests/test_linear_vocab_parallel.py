@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 
 from fastppo import VocabShard, linear_logprob, linear_loss, linear_ppo_loss
 from fastppo.ops import _linear
+from fastppo.ops import linear_logprob as linear_logprob_module
 from fastppo.testing import assert_bitwise_equal, make_loss_inputs
 from tests.collectives import Collectives
 from tests.linear import HeadInputs, make_head
@@ -38,6 +39,8 @@ PER_TOKEN = torch.linspace(0.5, 2.0, T)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "save": ("logprob", {"memory": "save"}),
     "recompute": ("logprob", {"memory": "recompute", "softcap": 5.0, "temperature": PER_TOKEN}),
+    "columns": ("logprob", {"memory": "recompute", "softcap": 5.0, "temperature": PER_TOKEN}),
+    "columns_reduce_scatter": ("logprob", {"memory": "recompute", "reduce_dhidden": "reduce_scatter"}),
     "without_entropy": ("logprob", {"with_entropy": False}),
     "none": ("logprob", {"reduce_dhidden": "none"}),
     "reduce_scatter": ("logprob", {"reduce_dhidden": "reduce_scatter"}),
@@ -161,6 +164,10 @@ def compiled(vocab: VocabShard) -> dict[str, tuple[torch.Tensor, ...]]:
     return results
 
 
+def columns_of_three(*_: Any) -> _linear.Plan:
+    return _linear.Plan(rows=5, columns=3)
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), WORLD)
@@ -174,6 +181,7 @@ def worker(rank: int, folder: str) -> None:
         group = dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
         if rank >= size:
             continue
+        uncut = linear_logprob_module.plan_of
         for shards, (vocab_size, _, rows) in SHARDS.items():
             start = sum(rows[size][:rank])
             vocab = VocabShard(start, start + rows[size][rank], group, vocab_size)
@@ -181,6 +189,8 @@ def worker(rank: int, folder: str) -> None:
                 # Default chunks of a few rows, by the size of the vocabulary: ranks with uneven shards must agree.
                 small = case == "ppo_default_chunks"
                 _linear.CHUNK_ROWS, _linear.CHUNK_LOGITS_CPU = (1, 16) if small else usual
+                # Chunks of columns, as on a GPU: a rank has one, several, or none.
+                linear_logprob_module.plan_of = columns_of_three if case.startswith("columns") else uncut
                 with Collectives() as collectives:
                     results[size, shards, case] = evaluate(shards, case, vocab, rank, size, collectives.names)
         if size > 1:
