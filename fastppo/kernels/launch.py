@@ -78,26 +78,15 @@ class Launcher:
         first = tensors[0]
         assert first is not None
         index: int | None = first.device.index
+        if index is not None and torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self(programs, tensors, numbers, constants, warps)
+            return
         if self.overlaps:
             constants = (*constants, overlap_on(index))
         if index is None:  # CPU: interpreted
             self.kernel[(programs,)](*tensors, *numbers, *constants)
             return
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                self._launch(index, programs, tensors, numbers, constants, warps)
-        else:
-            self._launch(index, programs, tensors, numbers, constants, warps)
-
-    def _launch(
-        self,
-        index: int,
-        programs: int,
-        tensors: Sequence[Tensor | None],
-        numbers: Sequence[float],
-        constants: tuple[Any, ...],
-        warps: int,
-    ) -> None:
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         aligned = self.unaligned
         if not aligned:
