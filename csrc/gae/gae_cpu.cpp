@@ -6,8 +6,9 @@
 //   2. chain: one scalar chain per slot, SLOTS of them interleaved, so that they hide each other's latency;
 //   3. emit: along time, in short vectors: advantages and returns.
 // An unselected position is delta = -0 and factor 1, which leaves any acc as it is, bit for bit. A slot whose sequence
-// has ended takes the next one that no thread has taken. Time-major tensors, whose sequences lie side by side in
-// memory, are walked with a sequence per SIMD lane instead. Each position's arithmetic is the same everywhere and no
+// has ended takes the next one that no thread has taken. Padded rows of plain inputs are walked in squares of positions
+// instead, which are transposed in registers (`walk_rows`), and time-major tensors, whose sequences lie side by side in
+// memory, with a sequence per SIMD lane (`walk_lanes`). Each position's arithmetic is the same everywhere and no
 // instruction set contracts into fused multiply-adds, so an answer depends on no layout, instruction set or number of
 // threads.
 //
