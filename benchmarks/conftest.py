@@ -94,6 +94,14 @@ def num_sets() -> Callable[[int], int]:
 
 
 @pytest.fixture
+def no_cached_memory() -> Iterator[None]:
+    """For rows that need most of a card: no memory is held for the row before, nor for the next."""
+    torch.cuda.empty_cache()
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
 def compare(benchmark: Any, pytestconfig: pytest.Config, threads: int) -> Iterator[Callable[..., None]]:
     quick = bool(pytestconfig.getoption("quick"))
     on_gpu = pytestconfig.getoption("device") == "cuda"
@@ -115,6 +123,8 @@ def compare(benchmark: Any, pytestconfig: pytest.Config, threads: int) -> Iterat
         clock: str = "graph" if on_gpu else "wall",
         peer_clock: str | None = None,
         is_bound: bool = False,
+        floor: Call | None = None,
+        floor_name: str | None = None,
         backend: str = "cpu",
         rtol: float = 1e-4,
         atol: float = 1e-4,
@@ -133,6 +143,7 @@ def compare(benchmark: Any, pytestconfig: pytest.Config, threads: int) -> Iterat
             clock: of ours, "wall", "graph" (a CUDA graph's replay by the device's clock) or "events" (around the call,
                 where it cannot be captured); `peer_clock` where the peer's is another.
             is_bound: the peer does less than ours, so that it need not be slower.
+            floor, floor_name: what both have to do at least, by the clock of ours; it takes turns with them.
             kinks: the share of elements that may disagree, where a gradient jumps and rounding picks the side.
         """
         all_ours, all_peers = ([x] if callable(x) else list(x) for x in (ours, peer))
@@ -145,7 +156,11 @@ def compare(benchmark: Any, pytestconfig: pytest.Config, threads: int) -> Iterat
             right = right if peer_expected is None else peer_expected()
             difference = disagreement(all_peers[0](), right, rtol, atol, kinks)
             del right
-        pair = Pair(side(all_ours, clock, on_gpu), side(all_peers, peer_clock or clock, on_gpu))
+        pair = Pair(
+            side(all_ours, clock, on_gpu),
+            side(all_peers, peer_clock or clock, on_gpu),
+            None if floor is None else side([floor], clock, on_gpu),
+        )
         benchmark.group = f"{op} {direction} {shape} {dtype}"
         row: dict[str, Any] = benchmark.extra_info
         row.update(op=op, direction=direction, shape=shape, dtype=dtype, backend=backend, peer=peer_name, target=target)
@@ -161,6 +176,9 @@ def compare(benchmark: Any, pytestconfig: pytest.Config, threads: int) -> Iterat
         benchmark.pedantic(lambda: CLOCK.advance(pair.measure()), rounds=pair.rounds(budget_s))
         row.update(ours_us=pair.ours.median_s * 1e6, peer_us=pair.peer.median_s * 1e6)
         row["times_faster"] = 1 / benchmark.stats.stats.median
+        if pair.floor is not None:
+            row.update(floor=floor_name, floor_us=pair.floor.median_s * 1e6)
+            row.update(ours_per_floor=pair.per_floor(pair.ours), peer_per_floor=pair.per_floor(pair.peer))
         row["gbps"] = None if bytes_moved is None else bytes_moved / pair.ours.median_s / 1e9
         if on_gpu:
             row["copy_share"] = None if row["gbps"] is None else row["gbps"] / row["copy_gbps"]
@@ -232,7 +250,10 @@ def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
         row["stats"].pop("data", None)
 
 
-COLUMNS = ("op", "direction", "shape", "dtype", "ours", "peer", "", "faster", "target", "GB/s", "of copy", "MiB", "")
+COLUMNS = (
+    "op", "direction", "shape", "dtype", "ours", "peer", "", "faster", "target", "ours and peer per floor", "GB/s",
+    "of copy", "MiB", "peer's MiB", "",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-benchmark's raises where something regressed
@@ -256,7 +277,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    gbps, share, mib = row["gbps"], row.get("copy_share"), row.get("ours_peak_mib")
+    gbps, share, mib, peer_mib = (row.get(x) for x in ("gbps", "copy_share", "ours_peak_mib", "peer_peak_mib"))
     goal, verdict = judge(row)
     return (
         *(str(row[name]) for name in ("op", "direction", "shape", "dtype")),
@@ -265,9 +286,11 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["peer"] + (" (does less)" if row.get("is_bound") else ""),
         f"{row['times_faster']:.2f} x",
         goal,
+        f"{row['ours_per_floor']:.3f}, {row['peer_per_floor']:.3f} {row['floor']}" if "floor" in row else "",
         "" if gbps is None else f"{gbps:.1f}",
         "" if share is None else f"{share:.0%}",
         "" if mib is None else f"{mib:.0f}",
+        "" if peer_mib is None else f"{peer_mib:.0f}",
         verdict,
     )
 

@@ -98,25 +98,32 @@ class Side:
 
 
 class Pair:
-    """Ours and the peer, measured in turns, in an order that alternates so that a drift of the clocks cancels out."""
+    """Ours and the peer, measured in turns, in an order that alternates so that a drift of the clocks cancels out.
+    Between them, where there is one, what both have to do at least."""
 
-    def __init__(self, ours: Side, peer: Side) -> None:
-        self.ours, self.peer = ours, peer
-        self.ours.calibrate()
-        self.peer.calibrate()
+    def __init__(self, ours: Side, peer: Side, floor: Side | None = None) -> None:
+        self.ours, self.peer, self.floor = ours, peer, floor
+        self.sides = [ours, peer] if floor is None else [ours, floor, peer]
+        for side in self.sides:
+            side.calibrate()
 
     def rounds(self, budget_s: float) -> int:
         """As many as the budget holds; an odd number, so that the median is a round that happened."""
-        fitting = int(budget_s / (self.ours.round_s + self.peer.round_s))
+        fitting = int(budget_s / sum(side.round_s for side in self.sides))
         return min(max(fitting, MIN_ROUNDS), MAX_ROUNDS) | 1
 
     def measure(self) -> float:
         """One round: seconds of ours / seconds of the peer."""
-        turns = (self.ours, self.peer) if len(self.ours.seconds) % 2 == 0 else (self.peer, self.ours)
+        turns = self.sides if len(self.ours.seconds) % 2 == 0 else self.sides[::-1]
         with garbage_kept():
             for side in turns:
                 side.measure()
         return self.ours.seconds[-1] / self.peer.seconds[-1]
+
+    def per_floor(self, side: Side) -> float:
+        """How many times the floor's time a side takes: the median of the rounds."""
+        assert self.floor is not None
+        return statistics.median(x / y for x, y in zip(side.seconds, self.floor.seconds, strict=True))
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
 """What the suites compare with that is not in one suite alone: gae in torch, and the kernels of other packages, each a
 callable, or the row is skipped with the reason."""
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -15,26 +17,38 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Logprob = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+# hidden [N, D], weight [V, D], targets [N] -> logprobs, entropy [N], float32
+LinearLogprob = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # CuTe's refuses a driver by the last of them
         pytest.skip(f'needs {name.partition(".")[0]}, of pip install "fastppo[bench-gpu]": {error}')
 
 
+def alone(name: str) -> ModuleType:
+    """A module without what the packages above it import, which is all that trainers need: those that are not imported
+    yet are given their folder and are not run."""
+    package, *below = name.split(".")[:-1]
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f'needs {package}, of pip install "fastppo[bench-gpu]"')
+    folders = list(spec.submodule_search_locations)
+    while True:
+        if package not in sys.modules:
+            spec = ModuleSpec(package, None, is_package=True)
+            spec.submodule_search_locations = folders
+            sys.modules[package] = importlib.util.module_from_spec(spec)
+        if not below:
+            return imported(name)
+        part = below.pop(0)
+        package, folders = f"{package}.{part}", [str(Path(folder, part)) for folder in folders]
+
+
 def trl_logprob() -> Logprob:
-    """By the file's path: `import trl` asks for all that its trainers need."""
-    package = importlib.util.find_spec("trl")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip('needs trl, of pip install "fastppo[bench-gpu]"')
-    path = Path(package.submodule_search_locations[0], "kernels", "logprob_entropy.py")
-    spec = importlib.util.spec_from_file_location("trl_logprob_entropy", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.selective_log_softmax_and_entropy
+    return alone("trl.kernels.logprob_entropy").selective_log_softmax_and_entropy
 
 
 def liger_logprob() -> Logprob:
@@ -53,6 +67,46 @@ def flash_attn_logprob() -> Logprob:
     """Without entropy."""
     cross_entropy = imported("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
     return lambda logits, targets: (-cross_entropy(logits, targets)[0],)
+
+
+def liger_linear_logprob() -> LinearLogprob:
+    """On Hopper alone, in CuTe, without logits in memory. Its entropy is rounded to bfloat16."""
+    module = imported("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a card of compute capability 9.0")
+    temperature, ignore_index, m_tiles, return_entropy = 1.0, -100, 1, True
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        nll, entropy = module.LigerFusedScaledCrossEntropySM90Function.apply(
+            hidden, weight, targets, temperature, ignore_index, m_tiles, return_entropy
+        )
+        return -nll, entropy.float()
+
+    return call
+
+
+def trl_linear_logprob() -> LinearLogprob:
+    """By cuBLAS and Triton, in tiles of 4096 tokens and as many columns as its trainers take."""
+    function = alone("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    # Its backward asks there for a context that gathers a head which DeepSpeed has sharded; ours is whole.
+    utils = ModuleType("trl.trainer.utils")
+    utils.maybe_gather_lm_head_ctx = lambda *_: contextlib.nullcontext()
+    sys.modules.setdefault(utils.__name__, utils)
+    bias, temperature, columns, softcap, logit_scale = None, 1.0, 32768, None, 1.0
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, *_ = function.apply(
+            hidden, weight, bias, targets, temperature, columns, softcap, logit_scale, ("entropy",)
+        )
+        return logprobs, entropy
+
+    return call
+
+
+def verl_linear_logprob() -> LinearLogprob:
+    """In Triton, without logits in memory; backward by cuBLAS too, from the gradients of 9504 columns at a time."""
+    function = alone("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+    return lambda hidden, weight, targets: function(hidden, weight, targets, 1.0, "none")
 
 
 def gae_loop(rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

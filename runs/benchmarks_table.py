@@ -19,7 +19,10 @@ def peer(row: dict[str, Any]) -> str:
     name = row["peer"] + (f" ({', '.join(notes)})" if notes else "")
     mib = row.get("peer_peak_mib")
     time = duration(row["peer_us"], row.get("peer_clock", "graph"))
-    return f"{name} {time}, {'?' if mib is None else f'{mib:.0f}'}, {row['times_faster']:.3g} x"
+    cells = f"{name} {time}, {'?' if mib is None else f'{mib:.0f}'}, {row['times_faster']:.3g} x"
+    if "floor" in row:
+        cells += f" ({row['peer_per_floor']:.3f} of {row['floor']}, ours {row['ours_per_floor']:.3f})"
+    return cells
 
 
 def cells(rows: list[dict[str, Any]]) -> list[str]:

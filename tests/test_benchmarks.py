@@ -134,6 +134,19 @@ def test_sides_take_turns_and_short_calls_are_made_many_times() -> None:
     assert pair.rounds(0.0) == measure.MIN_ROUNDS and pair.rounds(1e9) == measure.MAX_ROUNDS
 
 
+def test_a_floor_takes_turns_with_both() -> None:
+    order: list[str] = []
+    pair = measure.Pair(*(measure.Side(lambda name=name: order.append(name)) for name in "abc"))
+    starts = []
+    for _ in range(2):
+        order.clear()
+        pair.measure()
+        starts.append(list(dict.fromkeys(order)))
+    assert starts == [["a", "c", "b"], ["b", "c", "a"]]
+    pair.ours.seconds, pair.peer.seconds, pair.floor.seconds = [3.0, 5.0, 9.0], [8.0, 8.0, 8.0], [1.0, 2.0, 4.0]
+    assert pair.per_floor(pair.ours) == 2.5 and pair.per_floor(pair.peer) == 4.0
+
+
 def test_peak_memory_sees_what_is_freed_inside_a_call() -> None:
     def call() -> int:
         return len(bytearray(64 << 20)) and 0
@@ -240,6 +253,7 @@ def test_nap(peer, compare, num_sets):
         sleeps(0.004, 1.0, num_sets(1 << 20)), sleeps(0.008, 1.0 + (peer == "wrong"), 2), op="nap", direction="fwd",
         shape="1", dtype="float32", peer_name=peer, bytes_moved=10_000_000, target=1.5, target_us=1000,
         expected=lambda: torch.tensor([1.0]), peer_clock="events" if peer == "waiting" else None,
+        **({"floor": sleeps(0.002, 1.0, 1)[0], "floor_name": "product"} if peer == "right" else {}),
     )
 
 def test_wall(compare):
@@ -274,7 +288,10 @@ def test_a_gpu_row_is_the_devices_time_of_one_call(tmp_path: Path) -> None:
     assert [row["clock"] for row in rows] == ["graph"] * 3 + ["wall"]
     assert [row["peer_clock"] for row in rows] == ["graph", "graph", "events", "wall"]
     assert rows[0]["gbps"] == pytest.approx(2.5) and rows[0]["copy_share"] == rows[0]["gbps"] / 4.0
+    assert rows[0]["floor_us"] == pytest.approx(2000) and "floor" not in rows[1]
+    assert (rows[0]["ours_per_floor"], rows[0]["peer_per_floor"]) == pytest.approx((2, 4))
     lines = [line for line in printed.splitlines() if line.startswith("nap")]
+    assert "2.000, 4.000 product" in lines[0]
     assert all("1 ms" in line and line.endswith("missed") for line in lines[:3])  # this card's target is a time
     assert " ms events " in lines[2] and lines[3].count(" ms wall ") == 2
     assert [row["peer_differs"] is None for row in rows] == [True, False, True, True]
@@ -325,6 +342,25 @@ def test_peers_of_gae_have_its_mask(peer: Any) -> None:
 
 def test_a_peer_that_is_not_installed_is_a_skipped_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
-    for loader in (peers.trl_logprob, peers.liger_logprob, peers.quack_logprob, peers.flash_attn_logprob):
+    for loader in (
+        peers.trl_logprob, peers.liger_logprob, peers.quack_logprob, peers.flash_attn_logprob,
+        peers.liger_linear_logprob, peers.trl_linear_logprob, peers.verl_linear_logprob,
+    ):  # fmt: skip
         with pytest.raises(pytest.skip.Exception, match="bench-gpu"):
             loader()
+
+
+def test_a_peers_module_is_imported_without_the_packages_above_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("heavy_peer", "heavy_peer/kernels"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("import of_a_trainer")
+    (tmp_path / "heavy_peer" / "device.py").write_text("NAME = 'a card'")
+    (tmp_path / "heavy_peer" / "kernels" / "logprob.py").write_text("from heavy_peer.device import NAME")
+    (tmp_path / "heavy_peer" / "kernels" / "loss.py").write_text("from . import logprob")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert peers.alone("heavy_peer.kernels.logprob").NAME == "a card"
+    assert peers.alone("heavy_peer.kernels.loss").logprob.NAME == "a card"
+    with pytest.raises(pytest.skip.Exception, match="bench-gpu"):
+        peers.alone("heavy_peer.kernels.other")
