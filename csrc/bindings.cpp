@@ -9,6 +9,7 @@
 #include "csrc_hash.h"
 #include "gae/gae.h"
 #include "gae/whiten.h"
+#include "linear_logprob/linear_logprob.h"
 #include "logprob/logprob.h"
 #include "loss_grad/loss_grad.h"
 #include "ppo_loss/ppo_loss.h"
@@ -270,6 +271,73 @@ void loss_grad(uintptr_t kept, uintptr_t nll_kept, uintptr_t factor, uintptr_t n
   fastppo::loss_grad_cpu(params, num_threads);
 }
 
+#ifdef FASTPPO_HAS_SM90
+// Of hidden and weight: (address, stride of rows).
+fastppo::HeadProduct head_product(const py::tuple& hidden, const py::tuple& weight, int64_t num_rows,
+                                  int64_t num_columns, int64_t width, int dtype, bool round) {
+  return fastppo::HeadProduct{pointer<const void>(hidden[0].cast<uintptr_t>()),
+                              pointer<const void>(weight[0].cast<uintptr_t>()),
+                              num_rows,
+                              num_columns,
+                              width,
+                              hidden[1].cast<int64_t>(),
+                              weight[1].cast<int64_t>(),
+                              static_cast<Dtype>(dtype),
+                              round};
+}
+
+void head_stats(const py::tuple& hidden, const py::tuple& weight, int64_t num_rows, int64_t num_columns, int64_t width,
+                int dtype, bool round, uintptr_t targets, uintptr_t temperature, float scalar_temperature,
+                int64_t start, uintptr_t stats, bool with_entropy, int device, uint64_t stream) {
+  const fastppo::HeadStats params{head_product(hidden, weight, num_rows, num_columns, width, dtype, round),
+                                  pointer<const int64_t>(targets),
+                                  pointer<const float>(temperature),
+                                  scalar_temperature,
+                                  start,
+                                  pointer<float>(stats),
+                                  with_entropy};
+  const py::gil_scoped_release no_gil;
+  fastppo::head_stats_sm90(params, device, stream);
+}
+
+void head_gradient(uintptr_t targets, uintptr_t temperature, float scalar_temperature, uintptr_t kept,
+                   uintptr_t upstream, int64_t ignore_index, int64_t start, int64_t num_columns, int64_t num_rows,
+                   uintptr_t coefficients, int device, uint64_t stream) {
+  const fastppo::HeadGradient params{pointer<const int64_t>(targets),
+                                     pointer<const float>(temperature),
+                                     scalar_temperature,
+                                     pointer<const float>(kept),
+                                     pointer<const float>(upstream),
+                                     ignore_index,
+                                     start,
+                                     num_columns,
+                                     num_rows,
+                                     pointer<float>(coefficients)};
+  const py::gil_scoped_release no_gil;
+  fastppo::head_gradient_sm90(params, device, stream);
+}
+
+void head_dlogits(const py::tuple& hidden, const py::tuple& weight, int64_t num_rows, int64_t num_columns,
+                  int64_t width, int dtype, bool round, int64_t first_column, uintptr_t coefficients,
+                  const py::tuple& dlogits, int device, uint64_t stream) {
+  const fastppo::HeadDlogits params{head_product(hidden, weight, num_rows, num_columns, width, dtype, round),
+                                    first_column, pointer<const float>(coefficients),
+                                    pointer<void>(dlogits[0].cast<uintptr_t>()), dlogits[1].cast<int64_t>()};
+  const py::gil_scoped_release no_gil;
+  fastppo::head_dlogits_sm90(params, device, stream);
+}
+#endif
+
+// Why the kernels of the output head cannot run on `device`; empty where they can.
+std::string head_problem(int device) {
+#ifdef FASTPPO_HAS_SM90
+  return fastppo::head_sm90_problem(device);
+#else
+  static_cast<void>(device);
+  return std::string(FASTPPO_NO_CUDA_REASON).empty() ? "built without sm_90a" : FASTPPO_NO_CUDA_REASON;
+#endif
+}
+
 // Why this module's CUDA kernels cannot run on `device`; empty where they can.
 std::string cuda_problem(int device) {
 #ifdef FASTPPO_HAS_CUDA
@@ -288,6 +356,12 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda_archs") = FASTPPO_CUDA_ARCHS;
   m.def("cpu_isa", [] { return fastppo::cpu_isa_name(fastppo::cpu_isa()); });
   m.def("cuda_problem", &cuda_problem, py::arg("device"));
+  m.def("head_problem", &head_problem, py::arg("device"));
+#ifdef FASTPPO_HAS_SM90
+  m.def("head_stats", &head_stats);
+  m.def("head_gradient", &head_gradient);
+  m.def("head_dlogits", &head_dlogits);
+#endif
   m.def("logprob_stats", &logprob_stats);
   m.def("logprob_combine", &logprob_combine);
   m.def("logprob_dlogits", &logprob_dlogits);

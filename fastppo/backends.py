@@ -13,6 +13,8 @@ NAMES = ("auto", "cuda", "triton", "cpu", "torch")
 # op -> device type -> its kernels there, best first. "torch" runs everywhere and is what is left.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "logprob": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
+    # Of the products; what is not fused with them is done by the kernels of logprob.
+    "linear_logprob": {"cpu": ("cpu", "triton"), "cuda": ("cuda", "triton")},
     "gae": {"cpu": ("cpu", "triton"), "cuda": ("cuda", "triton")},
     "ppo_loss": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
     "value_loss": {"cpu": ("cpu", "triton"), "cuda": ("triton",)},
@@ -37,7 +39,7 @@ def resolve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
 
     problems: dict[str, str] = {}
     for kernel in KERNELS[op].get(device.type, ()):
-        problem = _problem(kernel, device.type, device.index)
+        problem = _problem(op, kernel, device.type, device.index)
         if not problem and backend in ("auto", kernel):
             return kernel, "asked for" if backend == kernel else f"the first of its kernels on {device.type} that runs"
         problems[kernel] = problem
@@ -50,9 +52,9 @@ def resolve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
     raise RuntimeError(f"backend={backend!r} cannot run {op} on {device}: {why}; available: {', '.join(there)}")
 
 
-def _problem(kernel: str, device_type: str, index: int | None) -> str:
-    """Why a kernel cannot run on a device; empty where it can."""
-    return _cached_problem(kernel, device_type, index)
+def _problem(op: str, kernel: str, device_type: str, index: int | None) -> str:
+    """Why an op's kernel cannot run on a device; empty where it can."""
+    return _cached_problem(op, kernel, device_type, index)
 
 
 # What torch.compiler.assume_constant_result sets; that would import all of the compiler together with fastppo.
@@ -60,14 +62,15 @@ _problem._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _cached_problem(kernel: str, device_type: str, index: int | None) -> str:
+def _cached_problem(op: str, kernel: str, device_type: str, index: int | None) -> str:
     if kernel == "triton":
         return _triton_problem(device_type, index)
     module, reason = _build.load()
     if module is None:
         return f"the compiled module fastppo._C does not load ({reason})"
     if kernel == "cuda":
-        return str(module.cuda_problem(index or 0))
+        problem = module.head_problem if op == "linear_logprob" else module.cuda_problem
+        return str(problem(index or 0))
     return ""
 
 

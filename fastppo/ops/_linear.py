@@ -71,7 +71,9 @@ HEAD_SCHEMA = f"{ROW_SCHEMA}, ScalarType product, ScalarType logits_dtype"
 
 
 def row_options(head: Head) -> RowOptions:
-    return RowOptions(*head[:7])
+    """Of the row kernels, for what is not done together with the products: that backend "cuda" is of those."""
+    options = RowOptions(*head[:7])
+    return options._replace(backend="auto") if head.backend == "cuda" else options
 
 
 def row_stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, head: Head) -> Tensor:
@@ -96,6 +98,16 @@ def write_dlogits(
     )
 
 
+def merged(parts: Tensor, targets: Tensor, temperature: Tensor | None, head: Head) -> Tensor:
+    """[C, n, 4] statistics of parts of this rank's columns -> [n, 4]."""
+    options = row_options(head)
+    if resolve("logprob", options.backend, parts.device, parts.dtype)[0] == "triton":
+        from fastppo.kernels.logprob import merge
+
+        return merge(parts, targets, temperature, options)
+    return merge_stats(parts, head.temperature if temperature is None else temperature)
+
+
 def whole_stats(
     local: Tensor, targets: Tensor, temperature: Tensor | None, head: Head, vocab: VocabShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +122,7 @@ def whole_stats(
         head.temperature,
         head.ignore_index,
         head.with_entropy,
-        head.backend,
+        row_options(head).backend,
     )
     return result
 
@@ -342,6 +354,9 @@ class Gradients:
         else:
             total[:used].add_(torch.mm(dlogits, hidden).to(total.dtype).mul_(factor))
 
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.dhidden, self.weight_gradient(), self.dbias
+
     def weight_gradient(self) -> Tensor | None:
         """[V, D]; None where it is not wanted or went into weight_grad_into."""
         if not self.needs_weight or self.into is not None:
@@ -449,6 +464,8 @@ def check_head(
     check_rows(targets, temperature, softcap, ignore_index, width if vocab is None else vocab.vocab_size)
     product = product_dtype(hidden, weight)
     check_choice("backend", backend, NAMES)
+    if backend == "cuda":
+        resolve("linear_logprob", backend, hidden.device, product)
     head = Head(
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         None if softcap is None else float(softcap),

@@ -3,14 +3,16 @@
     logits = hidden @ weight.T + bias,   then per row as `ops/logprob.py`,
     dhidden = dlogits @ weight,   dweight = dlogits.T @ hidden,   dbias = sum over rows of dlogits.
 
-The logits are made in chunks, of rows on a CPU, of columns on a GPU. memory="recompute" keeps four numbers per row and
-multiplies again in backward: the same chunks, so the same rounding, and every row of dlogits sums to 0. memory="save"
-keeps the logits, and backward writes dlogits over them. Rows that are ignored are left out of every product, rows whose
-upstream gradients are exactly 0 out of the products of backward (on a CPU; elsewhere knowing them would synchronise).
+The logits are made in chunks, of rows on a CPU, of columns on a GPU; on a Hopper GPU they are not made at all, but
+their statistics are (`_linear_sm90.py`). memory="recompute" keeps four numbers per row and multiplies again in
+backward: the same products, so the same rounding, and every row of dlogits sums to 0. memory="save" keeps the logits,
+and backward writes dlogits over them. Rows that are ignored are left out of every product, rows whose upstream
+gradients are exactly 0 out of the products of backward (on a CPU; elsewhere knowing them would synchronise).
 
 Over a sharded vocabulary forward has the one all-gather of `vocab.py`, and backward sums dhidden over ranks once.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -47,6 +49,8 @@ from fastppo.ops._linear import (
     whole_stats,
     write_dlogits,
 )
+from fastppo.ops._linear_sm90 import Dlogits, fuses
+from fastppo.ops._linear_sm90 import stats as fused_stats
 from fastppo.ops.logprob import LogprobOutput
 from fastppo.reference.linear_logprob import linear_logprob as definition
 from fastppo.vocab import VocabShard
@@ -251,13 +255,16 @@ def _stats(
     """Local statistics, [N, 4] or of chunks of columns [C, N, 4]; and, if saved, the logits [N, used]: those of the
     rows that are read come first."""
     head = Head(*options)
+    if _fuses(hidden, bias, save, head):
+        return _fused_stats(hidden, weight, targets, temperature, head), hidden.new_empty(0, dtype=head.logits)
     rows = _read_rows(targets, head.ignore_index)
     count = count_of(rows)
     plan = _plan(count, head, targets.device, save)
     stats = [no_stats(targets, head.sums) for _ in range(_num_column_chunks(plan, head))]
-    logits = hidden.new_empty(
-        (targets.numel(), head.used) if save else min(count, plan.rows) * plan.columns, dtype=head.logits
-    )
+    if save:
+        logits = hidden.new_empty(targets.numel(), head.used, dtype=head.logits)
+    else:
+        logits = _buffer(hidden, min(count, plan.rows), plan.columns, head.logits)
     if count and head.used:
         product = Product(weight, bias, head)
         for part in chunks(count, plan.rows):
@@ -265,10 +272,27 @@ def _stats(
             of_hidden, of_targets = take(hidden, index), take(targets, index)
             of_temperature = take_optional(temperature, index)
             for into, columns in zip(stats, chunks(head.used, plan.columns), strict=True):
-                block = logits[part] if save else _block(logits, of_targets, columns)
+                block = logits[part] if save else _block(logits, of_targets.shape[0], columns)
                 product.logits(of_hidden, block, columns)
                 into[index] = row_stats(block, of_targets, of_temperature, _of_columns(head, columns))
     return stats[0] if len(stats) == 1 else torch.stack(stats), logits if save else logits.new_empty(0)
+
+
+def _fuses(hidden: Tensor, bias: Tensor | None, save: bool, head: Head) -> bool:
+    return not save and fuses(head, hidden.device, hidden.shape[1], bias is not None)
+
+
+def _fused_stats(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None, head: Head) -> Tensor:
+    if head.used == 0 or targets.numel() == 0:
+        return no_stats(targets, head.sums)
+    product = Product(weight, None, head)
+    parts = [
+        fused_stats(
+            hidden[part].to(head.product), product.weight, targets[part], take_optional(temperature, part), head
+        )
+        for part in chunks(targets.numel(), plan_of(targets.numel(), head.used, targets.device).rows)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _plan(count: int, head: Head, device: torch.device, save: bool) -> Plan:
@@ -285,10 +309,20 @@ def _of_columns(head: Head, columns: slice) -> Head:
     return head._replace(start=head.start + columns.start, used=columns.stop - columns.start)
 
 
-def _block(buffer: Tensor, rows: Tensor, columns: slice) -> Tensor:
-    """The buffer's beginning, as the logits of these rows and columns."""
-    shape = rows.shape[0], columns.stop - columns.start
-    return buffer[: shape[0] * shape[1]].view(shape)
+def _buffer(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """For blocks of so many rows and columns at most."""
+    return like.new_empty(rows * _row_stride(columns), dtype=dtype)
+
+
+def _block(buffer: Tensor, rows: int, columns: slice) -> Tensor:
+    """The buffer's beginning, as [rows, columns]."""
+    stride = _row_stride(columns.stop - columns.start)
+    return buffer[: rows * stride].view(rows, stride)[:, : columns.stop - columns.start]
+
+
+def _row_stride(columns: int) -> int:
+    """Rows begin at multiples of 16 bytes, which products and the copy engine are faster with or need."""
+    return -(-columns // 8) * 8
 
 
 def _backward(
@@ -310,7 +344,7 @@ def _backward(
     rows = _read_rows(targets, head.ignore_index)
     count = count_of(rows)
     plan = _plan(count, head, targets.device, logits is not None)
-    if _num_column_chunks(plan, head) > 1:
+    if _num_column_chunks(plan, head) > 1 or _fuses(hidden, bias, logits is not None, head):
         return _backward_by_columns(
             plan, rows, hidden, weight, bias, targets, temperature, stats, upstream, weight_grad_into, needs, partial,
             head,
@@ -391,8 +425,13 @@ def _backward_by_columns(
     # Rows without a gradient have dlogits of 0, and hidden states that may hold anything: 0 * NaN must not be formed.
     live = (targets != head.ignore_index) & (upstream != 0).any(1)
     operand = torch.where(live[:, None], hidden, 0.0).to(head.product) if needs[1] else None
-    buffer = hidden.new_empty(min(count, plan.rows) * plan.columns, dtype=head.logits)
+    fused = _fuses(hidden, bias, False, head)
+    buffer = _buffer(hidden, min(count, plan.rows), plan.columns, head.product if fused else head.logits)
     parts = list(chunks(count, plan.rows))
+    gradient = _fused_gradient if fused else _gradient
+    of_rows = [
+        gradient(product, narrow(rows, part), hidden, targets, temperature, stats, upstream, head) for part in parts
+    ]
     for columns in chunks(head.used, plan.columns):
         total = None
         if needs[1]:
@@ -402,15 +441,10 @@ def _backward_by_columns(
                 # Several chunks of rows are added up in float32 and rounded once.
                 total = dweight[columns] if len(parts) == 1 else dweight[columns].to(head.sums)
         of_bias = stats.new_zeros(columns.stop - columns.start) if dbias is not None else None
-        for part in parts:
+        for part, write in zip(parts, of_rows, strict=True):
             index = narrow(rows, part)
-            of_targets = take(targets, index)
-            block = _block(buffer, of_targets, columns)
-            product.logits(take(hidden, index), block, columns)
-            write_dlogits(
-                block, of_targets, take_optional(temperature, index), take(stats, index), take(upstream, index),
-                _of_columns(head, columns),
-            )  # fmt: skip
+            block = _block(buffer, part.stop - part.start, columns)
+            write(block, columns)
             if of_bias is not None:
                 of_bias += block.sum(0, dtype=of_bias.dtype)
             with torch.autocast(product.device.type, enabled=False):
@@ -434,6 +468,48 @@ def _backward_by_columns(
     )
 
 
+# Of some rows: writes the dlogits [n, columns] of these columns.
+Gradient = Callable[[Tensor, slice], None]
+
+
+def _gradient(
+    product: Product,
+    index: slice | Tensor,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    stats: Tensor,
+    upstream: Tensor,
+    head: Head,
+) -> Gradient:
+    """Logits, turned into dlogits."""
+    per_row = take(targets, index), take_optional(temperature, index), take(stats, index), take(upstream, index)
+
+    def write(block: Tensor, columns: slice) -> None:
+        product.logits(take(hidden, index), block, columns)
+        write_dlogits(block, *per_row, _of_columns(head, columns))
+
+    return write
+
+
+def _fused_gradient(
+    product: Product,
+    index: slice | Tensor,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    stats: Tensor,
+    upstream: Tensor,
+    head: Head,
+) -> Gradient:
+    """dlogits at once."""
+    dlogits = Dlogits(
+        take(hidden, index).to(head.product), take(targets, index), take_optional(temperature, index),
+        take(stats, index), take(upstream, index), head,
+    )  # fmt: skip
+    return lambda block, columns: dlogits.write(block, product.weight[columns], columns.start)
+
+
 _LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
 _LIBRARY.define(
     "linear_logprob_stats(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? temperature, bool save, "
@@ -451,7 +527,7 @@ _LIBRARY.impl("linear_logprob_backward", _backward, "CompositeExplicitAutograd")
 @torch.library.register_fake("fastppo::linear_logprob_stats", lib=_LIBRARY)
 def _(hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, temperature: Any, save: bool, *options: Any) -> Any:
     head = Head(*options)
-    cut = not save and targets.device.type != "cpu"
+    cut = not save and targets.device.type != "cpu" and not _fuses(hidden, bias, save, head)
     chunks = _num_column_chunks(plan_of(targets.numel(), head.used, targets.device), head) if cut else 1
     return (
         hidden.new_empty(([chunks] if chunks > 1 else []) + [targets.numel(), 4], dtype=head.sums),

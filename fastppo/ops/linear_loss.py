@@ -264,35 +264,19 @@ class _Work:
 class _LinearLoss(torch.autograd.Function):
     @forward_of_all_arguments
     def forward(hidden: Tensor, weight: Tensor, bias: Tensor | None, work: _Work) -> tuple[Tensor | None, ...]:
-        head, count = work.inputs.head, count_of(work.chosen)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
+        head, hidden = work.inputs.head, hidden.reshape(-1, hidden.shape[-1])
         if gathers_hidden(work.vocab, work.reduce_dhidden):
             assert work.vocab is not None
             hidden = gather_hidden(hidden, work.vocab)
-        product = Product(weight, bias, head)
-        parts, spans = _parts(work, count)
-        gradients = Gradients(
-            product,
-            hidden,
-            len(parts),
-            dhidden=_dhidden_dtype(hidden, head, work.vocab) if work.needs[0] else None,
-            weight=work.needs[1],
-            bias=work.needs[2],
-        )
-        dtype = head.sums
-        logprobs = torch.zeros(work.inputs.targets.numel(), dtype=dtype, device=hidden.device)
+        logprobs = torch.zeros(work.inputs.targets.numel(), dtype=head.sums, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
-        buffer = hidden.new_empty(max(p.stop - p.start for p in parts), head.used, dtype=head.logits)
 
-        def logits_of(index: slice | Tensor) -> Tensor:
-            block = buffer[: count_of(index)]
-            product.logits(take(hidden, index), block)
-            return block
+        def per_row(index: slice | Tensor) -> tuple[Tensor, Tensor | None]:
+            return take(work.inputs.targets, index), take_optional(work.inputs.temperature, index)
 
-        def statistics(index: slice | Tensor, block: Tensor) -> Tensor:
-            targets, temperature = take(work.inputs.targets, index), take_optional(work.inputs.temperature, index)
-            local = row_stats(block, targets, temperature, head)
-            logprobs[index], of_rows, kept = whole_stats(local, targets, temperature, head, work.vocab)
+        def keep(index: slice | Tensor, local: Tensor) -> Tensor:
+            """This rank's statistics of these rows -> their results, and what backward needs."""
+            logprobs[index], of_rows, kept = whole_stats(local, *per_row(index), head, work.vocab)
             if head.with_entropy:
                 entropy[index] = of_rows
             return kept
@@ -302,31 +286,26 @@ class _LinearLoss(torch.autograd.Function):
                 work, take(logprobs, index), take(entropy, index) if head.with_entropy else None, index, cu_seqlens
             )
 
-        if spans is None:  # a sequence longer than a chunk
-            indices = [narrow(work.chosen, part) for part in parts]
-            stats = torch.cat([statistics(index, logits_of(index)) for index in indices])
-            upstream, of_entropy = coefficients(work.chosen, work.cu_seqlens)
-            if any(work.needs):
-                for part, index in zip(parts, indices, strict=True):
-                    block = logits_of(index)
-                    _add_gradients(work, gradients, hidden, index, block, stats[part], upstream[part], of_entropy)
-        else:
-            for part, cu_seqlens in zip(parts, spans, strict=True):
+        parts, spans = _parts(work, count_of(work.chosen))
+        gradients: Gradients | None = None
+        if any(work.needs):
+            gradients = _walk(work, hidden, weight, bias, parts, spans, per_row, keep, coefficients)
+        else:  # of the logits nothing is wanted but statistics
+            for i, part in enumerate(parts):
                 index = narrow(work.chosen, part)
-                block = logits_of(index)
-                stats = statistics(index, block)
-                upstream, of_entropy = coefficients(index, cu_seqlens)
-                if any(work.needs):
-                    _add_gradients(work, gradients, hidden, index, block, stats, upstream, of_entropy)
+                of_rows = take(hidden, index), weight, bias, *per_row(index)
+                keep(index, torch.ops.fastppo.linear_logprob_stats(*of_rows, False, *head)[0])
+                if spans is not None:
+                    coefficients(index, spans[i])
+            if spans is None:
+                coefficients(work.chosen, work.cu_seqlens)
         loss = torch.stack([x.double() for x in work.losses]).sum().to(work.losses[0].dtype)
         return (
             loss,
             torch.stack(work.metrics).sum(0),
             logprobs,
             entropy if head.with_entropy else entropy.new_empty(0),
-            gradients.dhidden,
-            gradients.weight_gradient(),
-            gradients.dbias,
+            *((None, None, None) if gradients is None else gradients.results()),
         )
 
     @staticmethod
@@ -361,6 +340,51 @@ class _LinearLoss(torch.autograd.Function):
         if dbias is not None:
             dbias = scaled(dbias, upstream, ctx.dtypes[2], ctx.backend)
         return dhidden, dweight, dbias, None
+
+
+def _walk(
+    work: _Work,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    parts: list[slice],
+    spans: list[Tensor | None] | None,
+    per_row: Callable[[slice | Tensor], tuple[Tensor, Tensor | None]],
+    keep: Callable[[slice | Tensor, Tensor], Tensor],
+    coefficients: Callable[[slice | Tensor, Tensor | None], tuple[Tensor, bool]],
+) -> Gradients:
+    """The chunks of rows, one after the other: logits, their statistics, the loss, its gradients."""
+    head, product = work.inputs.head, Product(weight, bias, work.inputs.head)
+    gradients = Gradients(
+        product,
+        hidden,
+        len(parts),
+        dhidden=_dhidden_dtype(hidden, head, work.vocab) if work.needs[0] else None,
+        weight=work.needs[1],
+        bias=work.needs[2],
+    )
+    buffer = hidden.new_empty(max(p.stop - p.start for p in parts), head.used, dtype=head.logits)
+
+    def logits_of(index: slice | Tensor) -> Tensor:
+        block = buffer[: count_of(index)]
+        product.logits(take(hidden, index), block)
+        return block
+
+    def statistics(index: slice | Tensor, block: Tensor) -> Tensor:
+        return keep(index, row_stats(block, *per_row(index), head))
+
+    indices = [narrow(work.chosen, part) for part in parts]
+    if spans is None:  # a sequence longer than a chunk
+        stats = torch.cat([statistics(index, logits_of(index)) for index in indices])
+        upstream, of_entropy = coefficients(work.chosen, work.cu_seqlens)
+        for part, index in zip(parts, indices, strict=True):
+            _add_gradients(work, gradients, hidden, index, logits_of(index), stats[part], upstream[part], of_entropy)
+    else:
+        for index, cu_seqlens in zip(indices, spans, strict=True):
+            block = logits_of(index)
+            kept = statistics(index, block)
+            _add_gradients(work, gradients, hidden, index, block, kept, *coefficients(index, cu_seqlens))
+    return gradients
 
 
 def _coefficients(
@@ -457,7 +481,8 @@ def _parts(work: _Work, count: int) -> tuple[list[slice], list[Tensor | None] | 
         return plain, [None] * len(plain)
     offsets = work.cu_seqlens.tolist()
     if any(stop - start > work.size for start, stop in pairwise(offsets)):
-        _say_four_products()
+        if any(work.needs):
+            _say_four_products()
         return plain, None
     cuts = [0]  # indices into the offsets
     for i in range(1, len(offsets)):
