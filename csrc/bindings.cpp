@@ -288,13 +288,14 @@ fastppo::HeadProduct head_product(const py::tuple& hidden, const py::tuple& weig
 
 void head_stats(const py::tuple& hidden, const py::tuple& weight, int64_t num_rows, int64_t num_columns, int64_t width,
                 int dtype, bool round, uintptr_t targets, uintptr_t temperature, float scalar_temperature,
-                int64_t start, uintptr_t stats, bool with_entropy, int device, uint64_t stream) {
+                int64_t start, uintptr_t stats, uintptr_t scratch, bool with_entropy, int device, uint64_t stream) {
   const fastppo::HeadStats params{head_product(hidden, weight, num_rows, num_columns, width, dtype, round),
                                   pointer<const int64_t>(targets),
                                   pointer<const float>(temperature),
                                   scalar_temperature,
                                   start,
                                   pointer<float>(stats),
+                                  pointer<float>(scratch),
                                   with_entropy};
   const py::gil_scoped_release no_gil;
   fastppo::head_stats_sm90(params, device, stream);

@@ -25,15 +25,16 @@ struct HeadProduct {
   bool round;             // logits are rounded to `dtype` before anything is taken from them
 };
 
-// Of every 256 columns of every row: the largest x, the sum of exp(d) less 1 and that of exp(d) * d, where d is
-// (x - m) / temperature, and the target's x, or +inf where it is not among them.
+// Of every row: the largest x, the sum of exp(d) less 1 and that of exp(d) * d, where d is (x - m) / temperature, and
+// the target's x, or +inf where its column is not here.
 struct HeadStats {
   HeadProduct product;
   const int64_t* targets;    // [N], ids
   const float* temperature;  // [N], or null: scalar_temperature
   float scalar_temperature;
-  int64_t start;  // id of the first column
-  float* stats;   // [ceil(V / 256), N, 4]
+  int64_t start;   // id of the first column
+  float* stats;    // [N, 4]
+  float* scratch;  // [ceil(V / 256), N, 4], the same of so many columns each
   bool with_entropy;
 };
 

@@ -46,12 +46,38 @@ struct Tile {
 
 struct Grid {
   int pairs, columns;  // of tiles
-  __device__ int count() const { return pairs * columns; }
-  __device__ Tile at(int index, int rank) const {
-    const int first = index / (kPairsOfRows * columns) * kPairsOfRows;
-    const int rows = min(kPairsOfRows, pairs - first), rest = index - first * columns;
-    return {((first + rest % rows) * kBlocks + rank) * kRows, rest / rows * kColumns};
+};
+
+// The tiles of a cluster, one after the other.
+class Walk {
+ public:
+  __device__ Walk(Grid grid, int first, int step) : grid_(grid), index_(first), step_(step) { enter_group(); }
+  __device__ bool done() const { return pair_ >= grid_.pairs; }
+  __device__ void next() {
+    index_ += step_;
+    enter_group();
   }
+  __device__ Tile tile(int rank) const {
+    const int rows = min(kPairsOfRows, grid_.pairs - pair_);
+    const bool whole = rows == kPairsOfRows;  // spares all groups but the last a division
+    const int row = whole ? index_ % kPairsOfRows : index_ % rows,
+              column = whole ? index_ / kPairsOfRows : index_ / rows;
+    return {((pair_ + row) * kBlocks + rank) * kRows, column * kColumns};
+  }
+
+ private:
+  __device__ void enter_group() {
+    const int size = kPairsOfRows * grid_.columns;
+    while (index_ >= min(size, (grid_.pairs - pair_) * grid_.columns) && !done()) {
+      index_ -= size;
+      pair_ += kPairsOfRows;
+    }
+  }
+
+  Grid grid_;
+  int index_;     // in the group of rows
+  int pair_ = 0;  // the group's first
+  int step_;
 };
 
 __device__ inline float exp2_fast(float x) {
@@ -91,12 +117,49 @@ __device__ inline float2 unpack<__half>(uint32_t both) {
 }
 
 template <typename T>
-__device__ __forceinline__ void round_all(float (&d)[kValues]) {
+__device__ inline uint32_t larger_of_both(uint32_t a, uint32_t b);
+template <>
+__device__ inline uint32_t larger_of_both<__nv_bfloat16>(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 both =
+      __hmax2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+  return reinterpret_cast<const uint32_t&>(both);
+}
+template <>
+__device__ inline uint32_t larger_of_both<__half>(uint32_t a, uint32_t b) {
+  const __half2 both = __hmax2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+  return reinterpret_cast<const uint32_t&>(both);
+}
+
+// Rounds what a thread has to T; of each of its two rows the largest. A NaN is not the largest.
+template <typename T>
+__device__ __forceinline__ void round_all(float (&d)[kValues], float (&largest)[2]) {
+  uint32_t packed[2];
 #pragma unroll
   for (int i = 0; i < kValues; i += 2) {
-    const float2 rounded = unpack<T>(pack<T>(d[i], d[i + 1]));
+    const uint32_t both = pack<T>(d[i], d[i + 1]);
+    uint32_t& so_far = packed[i / 2 % 2];
+    so_far = i < 4 ? both : larger_of_both<T>(so_far, both);
+    const float2 rounded = unpack<T>(both);
     d[i] = rounded.x;
     d[i + 1] = rounded.y;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float2 both = unpack<T>(packed[half]);
+    largest[half] = fmaxf(both.x, both.y);
+  }
+}
+
+__device__ __forceinline__ void find_largest(const float (&d)[kValues], float (&largest)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float of_column[2] = {d[half * 2], d[half * 2 + 1]};
+#pragma unroll
+    for (int i = 4; i < kValues; i += 4) {
+      of_column[0] = fmaxf(of_column[0], d[i + half * 2]);
+      of_column[1] = fmaxf(of_column[1], d[i + half * 2 + 1]);
+    }
+    largest[half] = fmaxf(of_column[0], of_column[1]);
   }
 }
 
@@ -193,16 +256,9 @@ __device__ __forceinline__ Sums sum_row_exactly(const float (&d)[kValues], float
   return {sum_of_four(largest) - 1.0f + sum_of_four(others), Entropy ? sum_of_four(shifted) : 0.0f};
 }
 
-// Of one of a thread's rows: (m, s - 1, t) over the tile's columns.
+// Of one of a thread's rows: (m, s - 1, t) over the tile's columns. `top`: the largest that the thread has.
 template <int half, bool Entropy>
-__device__ __forceinline__ float3 reduce_row(const float (&d)[kValues], float temperature) {
-  float m[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-  for (int i = 0; i < kValues; i += 4) {
-    m[0] = fmaxf(m[0], d[i + half * 2]);
-    m[1] = fmaxf(m[1], d[i + half * 2 + 1]);
-  }
-  float top = fmaxf(m[0], m[1]);
+__device__ __forceinline__ float3 reduce_row(const float (&d)[kValues], float top, float temperature) {
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
   const float reference = top == -INFINITY ? 0.0f : top, to_log2 = kLog2e / temperature;
@@ -211,7 +267,8 @@ __device__ __forceinline__ float3 reduce_row(const float (&d)[kValues], float te
   if (__any_sync(~0u, rough)) {
     float again = reference;
     asm volatile("" : "+f"(again));  // else the exponentials of the first sum are kept for this one, in local memory
-    sums = sum_row_exactly<half, Entropy>(d, again, to_log2);
+    const Sums exact = sum_row_exactly<half, Entropy>(d, again, to_log2);
+    if (rough) sums = exact;  // and no other: a row's bits are not its neighbours' business
   }
   return {top, sums.excess, sums.shifted / temperature};
 }
@@ -238,49 +295,105 @@ __device__ __forceinline__ float element_of(const float (&d)[kValues], Place pla
   return here ? x : kNotHere;
 }
 
-template <int half>
-__device__ __forceinline__ void finish_row(const StatsWork& work, const float (&d)[kValues], Place place,
-                                           float temperature, int y) {
-  const int row = place.row + half * 8;
-  const float3 sums =
-      work.with_entropy ? reduce_row<half, true>(d, temperature) : reduce_row<half, false>(d, temperature);
-  const float x_y = element_of<half>(d, place, y);
-  if (row < work.num_rows && place.lane == 0) {
-    __stcs(work.stats + static_cast<int64_t>(place.column / kColumns) * work.num_rows + row,
-           make_float4(sums.x, sums.y, sums.z, x_y));
-  }
-}
-
-// What is to be done with a tile. Made before its product, so that what it reads is there when that is done.
+// What is to be done with a tile. It reads before the tile is multiplied what is needed afterwards, and waits for it
+// only then.
 struct StatsOfTile {
-  int y[2];  // columns of the rows' targets, -1 where they are not here
+  int64_t target[2];
   float temperature[2];
 
   __device__ __forceinline__ StatsOfTile(const StatsWork& work, Place place) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = place.row + half * 8;
-      const bool inside = row < work.num_rows;
-      const int64_t column = inside ? work.targets[row] - work.start : -1;
-      y[half] = column >= 0 && column < work.num_columns ? static_cast<int>(column) : -1;
-      temperature[half] = inside && work.temperature != nullptr ? work.temperature[row] : work.scalar_temperature;
+      const int row = min(place.row + half * 8, work.num_rows - 1);
+      target[half] = work.targets[row];
+      temperature[half] = work.temperature != nullptr ? work.temperature[row] : work.scalar_temperature;
+    }
+  }
+
+  template <int half>
+  __device__ __forceinline__ void finish_row(const StatsWork& work, const float (&d)[kValues], float largest,
+                                             Place place) const {
+    const int row = place.row + half * 8;
+    const float3 sums = work.with_entropy ? reduce_row<half, true>(d, largest, temperature[half])
+                                          : reduce_row<half, false>(d, largest, temperature[half]);
+    const int64_t y = target[half] - work.start;
+    const float x_y = element_of<half>(d, place, y < work.num_columns ? y : -1);
+    if (row < work.num_rows && place.lane == 0) {
+      __stcs(work.stats + static_cast<int64_t>(place.column / kColumns) * work.num_rows + row,
+             make_float4(sums.x, sums.y, sums.z, x_y));
     }
   }
 
   template <typename T>
   __device__ __forceinline__ void finish(const StatsWork& work, const CUtensorMap*, float (&d)[kValues], Place place,
                                          T (&)[2][64 * kPiece], int, int) const {
-    if (work.round) round_all<T>(d);
     if (place.column + kColumns > work.num_columns) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         if (place.column_of(i / 4) + i % 2 >= work.num_columns) d[i] = -INFINITY;
       }
     }
-    finish_row<0>(work, d, place, temperature[0], y[0]);
-    finish_row<1>(work, d, place, temperature[1], y[1]);
+    float largest[2];
+    if (work.round) {
+      round_all<T>(d, largest);
+    } else {
+      find_largest(d, largest);
+    }
+    finish_row<0>(work, d, largest[0], place);
+    finish_row<1>(work, d, largest[1], place);
   }
 };
+
+// The statistics of a row's columns, from those of parts of them, added up in float64 in an order that is always the
+// same.
+struct Merged {
+  float m = -INFINITY;
+  double s = 0, t = 0;  // for that m
+  float x_y = kNotHere;
+
+  __device__ __forceinline__ void add(float other_m, double other_s, double other_t, float other_x_y,
+                                      float temperature) {
+    const float top = fmaxf(m, other_m), reference = top == -INFINITY ? 0.0f : top;
+    const float d = distance(m - reference, temperature), other_d = distance(other_m - reference, temperature);
+    const double scale = expf(d), other_scale = expf(other_d);
+    t = scale * (t + d * s) + other_scale * (other_t + other_d * other_s);
+    s = scale * s + other_scale * other_s;
+    m = top;
+    if (other_x_y != kNotHere) x_y = other_x_y;
+  }
+
+ private:
+  static __device__ __forceinline__ float distance(float x, float temperature) {
+    const float d = x / temperature;
+    return d < kFloor ? kFloor : d;  // a NaN stays
+  }
+};
+
+constexpr int kMergedRows = 32, kMergers = 16;  // of a block; each merger has every kMergers-th part
+
+__global__ void __launch_bounds__(kMergedRows* kMergers)
+    merge_stats(const float4* parts, int num_parts, int num_rows, const float* temperatures, float scalar_temperature,
+                float4* stats) {
+  __shared__ Merged of_mergers[kMergers][kMergedRows];
+  const int lane = static_cast<int>(threadIdx.x) % kMergedRows, merger = static_cast<int>(threadIdx.x) / kMergedRows;
+  const int row = static_cast<int>(blockIdx.x) * kMergedRows + lane;
+  const bool inside = row < num_rows;
+  const float temperature = inside && temperatures != nullptr ? temperatures[row] : scalar_temperature;
+  Merged merged;
+#pragma unroll 4
+  for (int part = inside ? merger : num_parts; part < num_parts; part += kMergers) {
+    const float4 x = parts[static_cast<int64_t>(part) * num_rows + row];
+    merged.add(x.x, 1.0 + static_cast<double>(x.y), x.z, x.w, temperature);
+  }
+  of_mergers[merger][lane] = merged;
+  __syncthreads();
+  if (merger != 0 || !inside) return;
+  for (int i = 1; i < kMergers; ++i) {
+    const Merged& other = of_mergers[i][lane];
+    merged.add(other.m, other.s, other.t, other.x_y, temperature);
+  }
+  stats[row] = make_float4(merged.m, static_cast<float>(merged.s - 1.0), static_cast<float>(merged.t), merged.x_y);
+}
 
 // --- after a backward product ---
 
@@ -336,8 +449,7 @@ struct DlogitsOfTile {
   __device__ __forceinline__ DlogitsOfTile(const DlogitsWork& work, Place place) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = place.row + half * 8;
-      rows[half] = row < work.num_rows ? work.rows[row] : RowGradient{};
+      rows[half] = work.rows[min(place.row + half * 8, work.num_rows - 1)];
     }
   }
 
@@ -369,7 +481,8 @@ struct DlogitsOfTile {
   template <typename T>
   __device__ __forceinline__ void finish(const DlogitsWork& work, const CUtensorMap* out, float (&d)[kValues],
                                          Place place, T (&buffers)[2][64 * kPiece], int warpgroup, int thread) const {
-    if (work.round) round_all<T>(d);
+    float unused[2];
+    if (work.round) round_all<T>(d, unused);
     finish_row<0>(work, d, place);
     finish_row<1>(work, d, place);
     write_tile<T>(d, place, out, buffers, warpgroup, thread);
@@ -387,7 +500,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kBlocks, 1, 1)
                                                kSharedAlignment * kSharedAlignment);
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup - 1;  // -1 fetches
   const int rank = static_cast<int>(cluster_rank());
-  const int first = static_cast<int>(blockIdx.x) / kBlocks, step = static_cast<int>(gridDim.x) / kBlocks;
+  Walk walk(grid, static_cast<int>(blockIdx.x) / kBlocks, static_cast<int>(gridDim.x) / kBlocks);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], 1);
@@ -401,8 +514,8 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kBlocks, 1, 1)
     give_registers<40>();
     if (threadIdx.x == 0) {
       int stage = 0, phase = 0;
-      for (int index = first; index < grid.count(); index += step) {
-        const Tile tile = grid.at(index, rank);
+      for (; !walk.done(); walk.next()) {
+        const Tile tile = walk.tile(rank);
         for (int k = 0; k < depth; ++k) {
           barrier_wait(&s.empty[stage], phase ^ 1);
           barrier_expect(&s.full[stage], static_cast<int>(sizeof(s.hidden[0]) + sizeof(s.weight[0])));
@@ -417,8 +530,8 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kBlocks, 1, 1)
     take_registers<232>();
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
     int stage = 0, phase = 0;
-    for (int index = first; index < grid.count(); index += step) {
-      const Place place(grid.at(index, rank), warpgroup, thread);
+    for (; !walk.done(); walk.next()) {
+      const Place place(walk.tile(rank), warpgroup, thread);
       const OfTile of_tile(work, place);
       float d[kValues];
       int previous = 0;
@@ -516,16 +629,14 @@ void head_stats_sm90(const HeadStats& params, int device, uint64_t stream) {
   const DeviceGuard guard(device);
   const HeadProduct& p = params.product;
   if (p.num_rows == 0 || p.num_columns == 0) return;
-  const StatsWork work{params.targets,
-                       params.temperature,
-                       reinterpret_cast<float4*>(params.stats),
-                       params.start,
-                       static_cast<int>(p.num_rows),
-                       static_cast<int>(p.num_columns),
-                       params.scalar_temperature,
-                       p.round,
-                       params.with_entropy};
+  const int rows = static_cast<int>(p.num_rows), columns = static_cast<int>(p.num_columns);
+  float4* const parts = reinterpret_cast<float4*>(params.scratch);
+  const StatsWork work{params.targets, params.temperature,        parts,   params.start,       rows,
+                       columns,        params.scalar_temperature, p.round, params.with_entropy};
   start_of_dtype<StatsOfTile>("head statistics", p, work, CUtensorMap{}, device, stream);
+  launch("head statistics of parts", merge_stats, (rows + kMergedRows - 1) / kMergedRows, kMergedRows * kMergers,
+         stream, static_cast<const float4*>(parts), (columns + kColumns - 1) / kColumns, rows, params.temperature,
+         params.scalar_temperature, reinterpret_cast<float4*>(params.stats));
 }
 
 void head_gradient_sm90(const HeadGradient& params, int device, uint64_t stream) {

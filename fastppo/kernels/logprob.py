@@ -465,13 +465,6 @@ def combine(
     return result
 
 
-def merge(parts: Tensor, targets: Tensor, temperature: Tensor | None, opt: "RowOptions") -> Tensor:
-    """[N, 4] statistics of a rank, from those of parts of its columns, [P, N, 4]."""
-    out = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
-    _combine(parts.contiguous(), targets, temperature, opt, Outputs(stats=out))
-    return out
-
-
 def write_dlogits(
     out: Tensor,
     logits: Tensor,

@@ -98,16 +98,6 @@ def write_dlogits(
     )
 
 
-def merged(parts: Tensor, targets: Tensor, temperature: Tensor | None, head: Head) -> Tensor:
-    """[C, n, 4] statistics of parts of this rank's columns -> [n, 4]."""
-    options = row_options(head)
-    if resolve("logprob", options.backend, parts.device, parts.dtype)[0] == "triton":
-        from fastppo.kernels.logprob import merge
-
-        return merge(parts, targets, temperature, options)
-    return merge_stats(parts, head.temperature if temperature is None else temperature)
-
-
 def whole_stats(
     local: Tensor, targets: Tensor, temperature: Tensor | None, head: Head, vocab: VocabShard | None
 ) -> tuple[Tensor, Tensor, Tensor]:

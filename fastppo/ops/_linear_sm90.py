@@ -8,9 +8,9 @@ from torch import Tensor
 from fastppo import _build
 from fastppo.backends import resolve
 from fastppo.dtypes import CODES
-from fastppo.ops._linear import Head, merged
+from fastppo.ops._linear import Head
 
-# Columns whose statistics come together.
+# Columns whose statistics are taken together, before they are merged.
 COLUMNS = 256
 # Operands are fetched 16 bytes at a time.
 ALIGNMENT = 16
@@ -54,7 +54,8 @@ def stats(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor |
     """[N, 4] statistics of this rank's columns, of hidden [N, D] and weight [used, D] in the product's dtype."""
     count, used = targets.numel(), weight.shape[0]
     hidden, weight = fetchable(hidden), fetchable(weight)
-    parts = torch.empty(-(-used // COLUMNS), count, 4, dtype=torch.float32, device=hidden.device)
+    result = torch.empty(count, 4, dtype=torch.float32, device=hidden.device)
+    scratch = torch.empty(-(-used // COLUMNS), count, 4, dtype=torch.float32, device=hidden.device)
     targets, temperature = targets.contiguous(), per_row(temperature)
     _build.module().head_stats(
         *_product(hidden, weight, head),
@@ -62,11 +63,12 @@ def stats(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor |
         0 if temperature is None else temperature.data_ptr(),
         head.temperature,
         head.start,
-        parts.data_ptr(),
+        result.data_ptr(),
+        scratch.data_ptr(),
         head.with_entropy,
         *_stream(hidden),
     )
-    return merged(parts, targets, temperature, head)
+    return result
 
 
 class Dlogits:
