@@ -273,6 +273,39 @@ def test_merged_statistics_are_those_of_all_columns():
 # -- memory, modes, dtypes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wanted", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_compacted_rows_stay_or_come_from_the_end(wanted):
+    torch.manual_seed(int(10 * wanted))
+    for rows in (1, 2, 7, 300):
+        live = torch.rand(rows) < wanted
+        kept = _linear.compacted(live)
+        if isinstance(kept, slice):
+            assert live.all() and kept == slice(0, rows)
+            continue
+        count = int(live.sum())
+        assert kept.sort().values.tolist() == live.nonzero()[:, 0].tolist()
+        stays = kept == torch.arange(count)
+        assert (kept[~stays] >= count).all() and (stays == live[:count]).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_dlogits_of_compacted_rows(backend):
+    """Those of the rows alone, bit for bit, written over the first; the rest is left as it was."""
+    torch.manual_seed(0)
+    logits, live = torch.randn(9, 300), torch.tensor([0, 1, 0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)
+    targets = torch.randint(300, (9,))
+    kept, upstream = torch.rand(9, 4) * torch.tensor([1.0, 30.0, -3.0, -2.0]), torch.randn(9, 2)
+    source = _linear.compacted(live)
+    assert source.tolist() == [8, 1, 7, 5, 4]
+    options = (1.0, None, -100, True, 0, 300, backend)
+    per_row = targets[source], None, kept[source], *upstream[source].unbind(1)
+    expected = torch.ops.fastppo.logprob_dlogits(logits[source], *per_row, *options)
+    written = logits.clone()
+    torch.ops.fastppo.logprob_dlogits_(written, *per_row, *options, source)
+    assert_bitwise_equal("dlogits", written[:5], expected)
+    assert_bitwise_equal("rest", written[5:], logits[5:])
+
+
 def test_recompute_rounds_as_forward_did(monkeypatch):
     """Large bfloat16 logits: were they rounded otherwise in backward, rows of dlogits would not sum to 0."""
     small_chunks(monkeypatch, 7)
@@ -284,8 +317,9 @@ def test_recompute_rounds_as_forward_did(monkeypatch):
     original = _linear.write_dlogits
 
     def record(block, *rest):
-        original(block, *rest)
-        seen.append(block.clone())
+        dlogits = original(block, *rest)
+        seen.append(dlogits.clone())
+        return dlogits
 
     monkeypatch.setattr("fastppo.ops.linear_logprob.write_dlogits", record)
     results = {}
@@ -296,7 +330,10 @@ def test_recompute_rounds_as_forward_did(monkeypatch):
     for memory, dlogits in results.items():
         total = dlogits.double().sum(-1).abs()
         assert bool((total <= torch.finfo(torch.bfloat16).eps * dlogits.double().abs().sum(-1)).all()), memory
-    assert_bitwise_equal("dlogits", results["recompute"], results["save"])
+    # The same rows, in an order that depends on the chunks.
+    weights = torch.rand(300, dtype=torch.float64)
+    ordered = {memory: x[(x.double() @ weights).argsort()] for memory, x in results.items()}
+    assert_bitwise_equal("dlogits", ordered["recompute"], ordered["save"])
 
 
 def test_auto_saves_below_the_limit(monkeypatch):

@@ -27,7 +27,8 @@ constexpr int kPiece = 64;                                            // columns
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kFloor = -1000.0f;       // exp of it is 0, and 0 * kFloor too
 constexpr float kSmallExcess = 0.0625f;  // of a sum less 1: below it the rounding of the sum would show
-constexpr float kNotHere = INFINITY;     // x_y of columns without the target
+constexpr float kNoColumn = -1e38f;   // x beyond the last column: finite, so that its e of 0 can be multiplied with it
+constexpr float kNotHere = INFINITY;  // x_y of columns without the target
 static_assert(kValues == 128 && kRows / kWarpgroups == 64, "multiply_tile is of 64 x 256");
 
 template <typename T>
@@ -330,7 +331,7 @@ struct StatsOfTile {
     if (place.column + kColumns > work.num_columns) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        if (place.column_of(i / 4) + i % 2 >= work.num_columns) d[i] = -INFINITY;
+        if (place.column_of(i / 4) + i % 2 >= work.num_columns) d[i] = kNoColumn;
       }
     }
     float largest[2];

@@ -337,7 +337,7 @@ def _gradient(x, column, y, at_y, m, a, b, to_log2, floor, softcap, CAP: tl.cons
 
 @partial(jit, unaligned=True)
 def _dlogits_kernel(
-    logits, dlogits, targets, temperature, kept, grad_logprobs, grad_entropy,
+    logits, dlogits, targets, temperature, kept, grad_logprobs, grad_entropy, source,
     inner: tl.int32, outer_stride: tl.int64, inner_stride: tl.int64,
     out_outer_stride: tl.int64, out_inner_stride: tl.int64,
     targets_stride: tl.int64, temperature_stride: tl.int64, logprobs_stride: tl.int64, entropy_stride: tl.int64,
@@ -362,7 +362,10 @@ def _dlogits_kernel(
     if ENTROPY:
         g_h = tl.load(grad_entropy + row * entropy_stride).to(tl.float32)
 
-    base = _row(logits, row, inner, outer_stride, inner_stride)
+    from_row = row
+    if source is not None:
+        from_row = tl.load(source + row).to(tl.int32)
+    base = _row(logits, from_row, inner, outer_stride, inner_stride)
     out = _row(dlogits, row, inner, out_outer_stride, out_inner_stride)
     lead = _lead(out, used, VEC)
     groups = (used - lead) // VEC
@@ -474,9 +477,15 @@ def write_dlogits(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     opt: "RowOptions",
+    source: Tensor | None = None,
 ) -> None:
-    """out, which may be the logits, becomes their gradient. The upstream gradients are [N], of any floating dtype."""
+    """out, which may be the logits, becomes their gradient. The upstream gradients are [N], of any floating dtype. Both
+    are matrices where `source` says from which row of the logits each row of out comes."""
     kept = kept.contiguous()
+    if source is not None:
+        if source.numel():
+            _write_block(out, logits, targets, temperature, kept, grad_logprobs, grad_entropy, opt, source.contiguous())
+        return
 
     def call(out: Tensor, logits: Tensor, first: int, count: int) -> None:
         per_row = _rows(targets, first, count), _rows(temperature, first, count), _rows(kept, first, count)
@@ -552,6 +561,7 @@ def _write_block(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
     opt: "RowOptions",
+    source: Tensor | None = None,
 ) -> None:
     width, size, config = logits.shape[-1], logits.element_size(), tiles.LOGPROB
     if width == 0:
@@ -560,9 +570,11 @@ def _write_block(
     parts = max(1, -(-opt.used // (tile * config.gradient_tiles)))
     read, written = rows_of(logits), rows_of(out)
     apart = (logits.data_ptr() - out.data_ptr()) | ((read[1] - written[1]) | (read[2] - written[2])) * size
+    if source is not None:
+        apart |= read[2] * size  # any row of the one for any of the other
     _DLOGITS(
         targets.shape[0] * parts,
-        (logits, out, targets, temperature, kept, grad_logprobs, grad_entropy),
+        (logits, out, targets, temperature, kept, grad_logprobs, grad_entropy, source),
         (
             *read, *written[1:], targets.stride(0), _stride(temperature), _stride(grad_logprobs), _stride(grad_entropy),
             opt.temperature, opt.softcap or 0.0, opt.ignore_index, opt.start, opt.used, width, parts,

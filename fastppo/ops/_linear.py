@@ -83,9 +83,16 @@ def row_stats(logits: Tensor, targets: Tensor, temperature: Tensor | None, head:
 
 
 def write_dlogits(
-    logits: Tensor, targets: Tensor, temperature: Tensor | None, kept: Tensor, upstream: Tensor, head: Head
-) -> None:
-    """The logits become their gradient; the one place here that calls the row kernel's backward."""
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    kept: Tensor,
+    upstream: Tensor,
+    head: Head,
+    source: Tensor | None = None,
+) -> Tensor:
+    """The logits become their gradient, of the `compacted` rows in `source` alone if that is given; the one place here
+    that calls the row kernel's backward."""
     grad_logprobs, grad_entropy = upstream.unbind(1)
     torch.ops.fastppo.logprob_dlogits_(
         logits,
@@ -95,7 +102,9 @@ def write_dlogits(
         grad_logprobs,
         grad_entropy if head.with_entropy else None,
         *row_options(head),
+        source,
     )
+    return logits if source is None else logits[: source.numel()]
 
 
 def whole_stats(
@@ -193,11 +202,16 @@ def count_of(rows: slice | Tensor) -> int:
     return rows.numel() if isinstance(rows, Tensor) else rows.stop - rows.start
 
 
-def move_up(block: Tensor, rows: Tensor) -> Tensor:
-    """block[rows], rows ascending, in the storage of the block: a row only ever moves to where it was already read."""
-    for part in chunks(rows.numel(), CHUNK_ROWS):
-        block[part] = block.index_select(0, rows[part])
-    return block[: rows.numel()]
+def compacted(wanted: Tensor) -> slice | Tensor:
+    """`where_any`, in an order in which the i-th is i, or where that is not wanted one from beyond the count: the
+    others' places are filled from the end, and no row moves over another that is wanted. Reads the device once."""
+    indices = where_any(wanted)
+    if isinstance(indices, slice):
+        return indices
+    count = indices.numel()
+    free = ~wanted[:count]
+    from_end = (count - free.cumsum(0)).clamp_(max=count - 1)
+    return torch.where(free, indices[from_end], torch.arange(count, device=wanted.device))
 
 
 # -- the head ---------------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ from fastppo.ops import _logprob_rows as rows
 from fastppo.ops._row_blocks import for_blocks, rows_of, unit_columns
 from fastppo.vocab import combine_stats
 
+ROWS_AT_ONCE = 256  # that are moved by way of a copy
+
 
 class RowOptions(NamedTuple):
     """What all these ops are told about the rows, in the order of their schemas."""
@@ -145,8 +147,31 @@ def _logprob_dlogits(logits: Tensor, *arguments: Any) -> Tensor:
     return dlogits
 
 
-def _logprob_dlogits_(logits: Tensor, *arguments: Any) -> None:
-    _write_dlogits(logits, logits, *arguments)
+def _logprob_dlogits_(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    kept: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    *options: Any,
+) -> None:
+    """With a `source` after the options the i-th row of logits becomes the gradient of their row source[i], which is i
+    or lies beyond all that are written."""
+    opt = RowOptions(*options[: len(RowOptions._fields)])
+    source: Tensor | None = options[-1] if len(options) > len(opt) else None
+    per_row = targets, temperature, kept, grad_logprobs, grad_entropy
+    if source is None:
+        _write_dlogits(logits, logits, *per_row, *opt)
+        return
+    out = logits[: source.numel()]
+    if resolve("logprob", opt.backend, logits.device, logits.dtype)[0] == "triton" and logits.stride(1) == 1:
+        _triton().write_dlogits(out, logits, *per_row, opt._replace(with_entropy=grad_entropy is not None), source)
+        torch.autograd.graph.increment_version(logits)
+        return
+    for moved in (source >= source.numel()).nonzero()[:, 0].split(ROWS_AT_ONCE):
+        out[moved] = logits.index_select(0, source[moved])
+    _write_dlogits(out, out, *per_row, *opt)
 
 
 def _write_dlogits(
@@ -259,7 +284,7 @@ _LIBRARY.define(
     f"logprob_forward(Tensor logits, Tensor targets, Tensor? temperature, {ROW_SCHEMA}) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(f"logprob_dlogits(Tensor logits, {_GRADIENT}) -> Tensor")
-_LIBRARY.define(f"logprob_dlogits_(Tensor(a!) logits, {_GRADIENT}) -> ()")
+_LIBRARY.define(f"logprob_dlogits_(Tensor(a!) logits, {_GRADIENT}, Tensor? source=None) -> ()")
 _LIBRARY.impl("logprob_stats", _logprob_stats, "CompositeExplicitAutograd")
 _LIBRARY.impl("logprob_combine", _logprob_combine, "CompositeExplicitAutograd")
 _LIBRARY.impl("logprob_forward", _logprob_forward, "CompositeExplicitAutograd")

@@ -29,13 +29,13 @@ from fastppo.ops._linear import (
     check_head,
     chunk_rows,
     chunks,
+    compacted,
     count_of,
     gather_hidden,
     gathers_hidden,
     is_sharded,
     mm_into,
     mm_onto,
-    move_up,
     narrow,
     no_stats,
     plain_operands,
@@ -367,7 +367,7 @@ def _backward(
         index = narrow(rows, part)
         kept: slice | Tensor = slice(0, part.stop - part.start)
         if targets.device.type == "cpu":
-            kept = where_any((take(upstream, index) != 0).any(1))
+            kept = compacted((take(upstream, index) != 0).any(1))
             if count_of(kept) == 0:
                 continue
         if logits is not None:
@@ -375,15 +375,15 @@ def _backward(
         else:
             block = buffer[: part.stop - part.start]
             product.logits(take(hidden, index), block)
-        if isinstance(kept, Tensor):
-            index, block = narrow(index, kept), move_up(block, kept)
-        write_dlogits(
+        index = narrow(index, kept)
+        block = write_dlogits(
             block,
             take(targets, index),
             take_optional(temperature, index),
             take(stats, index),
             take(upstream, index),
             head,
+            kept if isinstance(kept, Tensor) else None,
         )
         live = None
         if targets.device.type != "cpu":

@@ -41,11 +41,11 @@ from fastppo.ops._linear import (
     chunk_rows,
     chunks,
     columns_of_a_rank,
+    compacted,
     count_of,
     gather_hidden,
     gathers_hidden,
     is_sharded,
-    move_up,
     narrow,
     plain_operands,
     reduce_partial,
@@ -456,11 +456,12 @@ def _add_gradients(
 ) -> None:
     """The chunk's logits become dlogits and give their part of the gradients."""
     head, live = work.inputs.head, (upstream != 0).any(1)
+    source = None
     if work.compact:
-        kept = where_any(live)
+        kept = compacted(live)
         if isinstance(kept, Tensor):
-            index, block, stats, upstream = narrow(index, kept), move_up(block, kept), stats[kept], upstream[kept]
-    if block.shape[0] == 0:
+            index, source, stats, upstream = narrow(index, kept), kept, stats[kept], upstream[kept]
+    if upstream.shape[0] == 0:
         return
     factor = None
     if torch.float16 in (head.logits, head.product):
@@ -469,7 +470,8 @@ def _add_gradients(
         exponent = torch.where(largest.isfinite(), torch.frexp(largest)[1], 0)
         upstream, factor = torch.ldexp(upstream, -exponent), torch.ldexp(torch.ones_like(largest), exponent)
     targets, temperature = take(work.inputs.targets, index), take_optional(work.inputs.temperature, index)
-    write_dlogits(block, targets, temperature, stats, upstream, head._replace(with_entropy=of_entropy))
+    head = head._replace(with_entropy=of_entropy)
+    block = write_dlogits(block, targets, temperature, stats, upstream, head, source)
     live_rows = None if work.compact else live & (targets != head.ignore_index)
     gradients.add(block, take(hidden, index), index, live=live_rows, factor=factor)
 

@@ -152,6 +152,20 @@ def test_statistics_and_gradient_of_a_shard(shard):
     assert bool((got[:, used:] == 0).all()) and bool(got[3, :used].isnan().all())
 
 
+@pytest.mark.parametrize("width", [304, 301], ids=["aligned", "odd"])
+def test_gradient_of_compacted_rows(width):
+    """Rows that moved to the first places, over logits that nobody needs any more."""
+    logits = make_logits(6, width, dtype=torch.bfloat16)
+    source, targets = torch.tensor([5, 1, 4]), torch.tensor([3, 299, 0])
+    kept = torch.tensor([[9.0, 30.0, -3.0, -2.0]] * 3)
+    options, upstream = (1.0, None, -100, True, 0, width, "triton"), torch.randn(2, 3)
+    expected = torch.ops.fastppo.logprob_dlogits(logits[source], targets, None, kept, *upstream, *options)
+    written = logits.clone()
+    torch.ops.fastppo.logprob_dlogits_(written, targets, None, kept, *upstream, *options, source)
+    assert_bitwise_equal("dlogits", written[:3], expected)
+    assert_bitwise_equal("rest", written[3:], logits[3:])
+
+
 def test_combination_of_ranks():
     """Five rows, more than a program's four, of three ranks: the second has no column, the last's m is the largest."""
     torch.manual_seed(3)
