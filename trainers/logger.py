@@ -57,7 +57,7 @@ METRICS: dict[str, str] = {
     **{"training/consumed_samples": "sequences", "training/total_valid_tokens": "tokens"},
     **_stats("training", "probability", "rollout_probs_diff_mean rollout_probs_diff_max"),
     **{"perf/throughput": "tokens/s", "perf/total_num_tokens": "tokens", "perf/time_per_step": "s"},
-    **{"perf/refit_bytes": "bytes", "perf/max_memory_rss_gb": "GB"},
+    **{"perf/refit_bytes": "bytes", "perf/max_memory_rss_gb": "GB", "perf/max_memory_allocated_gb": "GB"},
     **{f"timing_s/{stage}": "s" for stage in (*STAGES, "step")},
     **_stats("val/score", "score"),
     **_stats("val/response_length", "tokens"),

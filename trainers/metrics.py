@@ -140,9 +140,13 @@ def response_lengths(batch: RolloutBatch) -> Tensor:
     return torch.zeros(len(batch), dtype=torch.int64).index_add(0, batch.sequence_ids, batch.mask.long())
 
 
-def max_memory_rss_gb() -> float:
+def memory_metrics() -> dict[str, float]:
+    """The most that this process held so far, of the host's memory and, where it uses a GPU, of that."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes, Linux KiB
+    metrics = {"perf/max_memory_rss_gb": peak / (2**30 if sys.platform == "darwin" else 2**20)}  # Linux counts KiB
+    if torch.cuda.is_initialized():
+        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics
 
 
 def _per_sequence(batch: RolloutBatch, per_token: Tensor) -> Tensor:

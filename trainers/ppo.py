@@ -31,7 +31,7 @@ from trainers.engines.native import NativeEngine, share_parameters
 from trainers.environments import Environment, Prompt, make_environment
 from trainers.logger import Logger
 from trainers.losses import JointLoss, PolicyLoss, ValueLoss
-from trainers.metrics import max_memory_rss_gb, rollout_metrics, token_table, update_metrics, validation_metrics
+from trainers.metrics import memory_metrics, rollout_metrics, token_table, update_metrics, validation_metrics
 from trainers.models import resolve_model
 from trainers.optim import StepMetrics
 from trainers.policy.hf import HFPolicy
@@ -215,7 +215,7 @@ class PPOTrainer:
         )
         if hasattr(self.environment, "metrics"):
             metrics |= self.environment.metrics(batch.samples, batch.raw_reward.tolist())
-        metrics |= {"perf/refit_bytes": float(refit_bytes), "perf/max_memory_rss_gb": max_memory_rss_gb()}
+        metrics |= {"perf/refit_bytes": float(refit_bytes)} | memory_metrics()
         due = progress.step in (1, cfg.ppo.max_num_steps) or progress.step % cfg.logger.samples_period == 0
         if due and cfg.logger.num_inspected_samples:
             shown = batch.select(range(min(cfg.logger.num_inspected_samples, len(batch))))
