@@ -34,7 +34,7 @@ class Loss(Batch):
     def gradients(self, chunks: int, advantages: Tensor) -> tuple[Tensor, ...]:
         loss = fastppo.linear_ppo_loss(
             self.hidden, self.weight, self.targets, self.old, advantages,
-            chunk_tokens=self.targets.numel() // chunks,
+            chunk_tokens=self.targets.numel() // chunks, num_rows=self.targets.numel(),  # as a trainer knows it
         ).loss  # fmt: skip
         return torch.autograd.grad(loss, (self.hidden, self.weight))
 

@@ -78,26 +78,29 @@ def gather_stats(stats: Tensor, vocab: VocabShard | None) -> Tensor:
     return gather_rows(stats, vocab).view(vocab.ranks, stats.shape[0], 4)
 
 
-# Functional collectives, which torch.compile can keep in its graph.
+# Functional collectives, which torch.compile can keep in its graph. A sum is begun, and `waited` for before it is read.
 
 
 def gather_rows(x: Tensor, vocab: VocabShard) -> Tensor:
     """[n, ...] of each rank -> [R * n, ...], in rank order."""
     ops = torch.ops._c10d_functional
-    result: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), vocab.ranks, vocab.group_name))
-    return result
+    return waited(ops.all_gather_into_tensor(x.contiguous(), vocab.ranks, vocab.group_name))
 
 
 def sum_over_ranks(x: Tensor, vocab: VocabShard) -> Tensor:
-    ops = torch.ops._c10d_functional
-    result: Tensor = ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", vocab.group_name))
+    result: Tensor = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", vocab.group_name)
     return result
 
 
 def sum_and_scatter_rows(x: Tensor, vocab: VocabShard) -> Tensor:
     """[R * n, ...] of each rank -> this rank's [n, ...] of their sum."""
     ops = torch.ops._c10d_functional
-    result: Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(x.contiguous(), "sum", vocab.ranks, vocab.group_name))
+    result: Tensor = ops.reduce_scatter_tensor(x.contiguous(), "sum", vocab.ranks, vocab.group_name)
+    return result
+
+
+def waited(x: Tensor) -> Tensor:
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return result
 
 

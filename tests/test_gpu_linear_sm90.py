@@ -3,6 +3,7 @@ are left out, what it is not for, and that forward and backward see the same log
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -293,8 +294,14 @@ def test_compiled_and_captured():
     hidden, weight, targets = head(200, 1003, 64)
     upstream = torch.randn(2, 200, device="cuda")
     expected = run(linear_logprob, hidden, weight, targets, upstream, memory="recompute")
-    got = run(torch.compile(linear_logprob, fullgraph=True), hidden, weight, targets, upstream, memory="recompute")
-    for name, a, b in zip(NAMES, got, expected, strict=True):
+    compiled = torch.compile(linear_logprob, fullgraph=True)
+    for name, a, b in zip(
+        NAMES, run(compiled, hidden, weight, targets, upstream, memory="recompute"), expected, strict=True
+    ):
+        assert_bitwise_equal(name, a, b)
+    wide = [run(op, hidden, weight, targets, upstream, memory="recompute", logits_dtype=F32)
+            for op in (compiled, linear_logprob)]  # fmt: skip
+    for name, a, b in zip(NAMES, *wide, strict=True):
         assert_bitwise_equal(name, a, b)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
@@ -337,3 +344,126 @@ def test_many_calls_end():
         for _ in range(20):
             again = linear_logprob(hidden, weight, targets).logprobs
         assert_bitwise_equal(f"{rows} {dim} {vocab}", first, again)
+
+
+def test_no_rows_give_gradients_of_zero():
+    hidden, weight, targets = head(200, 1003, 64)
+    got = run(linear_logprob, hidden[:0], weight, targets[:0], torch.ones(2, 0, device="cuda"), memory="recompute")
+    assert got[2].shape == (0, 64) and (got[3] == 0).all()
+
+
+def test_no_hidden_numbers_give_equal_probabilities():
+    hidden, weight, targets = head(20, 300, 64)
+    got = linear_logprob(hidden[:, :0], weight[:, :0], targets)
+    torch.testing.assert_close(got.logprobs, torch.full_like(got.logprobs, -math.log(300)))
+
+
+@pytest.mark.parametrize("vocab", [300, 512])
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan], ids=str)
+def test_rows_of_infinite_logits(vocab, value):
+    """Whether or not columns are missing in the last tile."""
+    hidden, weight, targets = head(64, vocab, 64)
+    hidden[7] = value
+    got = run(linear_logprob, hidden, weight.abs(), targets, torch.ones(2, 64, device="cuda"), memory="recompute")
+    assert got[0][7].isnan() and got[1][7].isnan() and got[2][7].isnan().all()
+    for x in got[:3]:
+        assert x.isnan().flatten(1).any(1).sum() == 1 if x.dim() > 1 else x.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e30])
+def test_extreme_temperatures(temperature):
+    compare(*head(64, 300, 64), temperature=temperature, logits_dtype=None)
+
+
+def test_more_rows_than_are_taken_at_once_and_more_logits_than_32_bits_count(fused):
+    rows, vocab = 20000, 110000
+    hidden, weight, targets = head(rows, vocab, 64)
+    upstream = torch.randn(2, rows, device="cuda")
+    got = run(linear_logprob, hidden, weight, targets, upstream, memory="recompute")
+    assert rows * vocab > 2**31 and fused["stats"] == 2
+    for part in (slice(0, 40), slice(rows // 2, rows // 2 + 40), slice(rows - 40, rows)):
+        truth = run(definition, hidden[part].double(), weight.double(), targets[part], upstream[:, part])
+        torch.testing.assert_close(got[0][part].double(), truth[0], rtol=0, atol=0.07)
+        torch.testing.assert_close(got[1][part].double(), truth[1], rtol=0, atol=0.02)
+        torch.testing.assert_close(got[2][part].double(), truth[2], rtol=0.05, atol=0.01)
+
+
+def test_parts_of_a_vocabulary_make_the_whole():
+    """What ranks compute, one after the other: columns from `start` on, one of them without any."""
+    hidden, weight, targets = head(200, 1003, 64, ignored=0.1)
+    parts = []
+    for start, stop in ((0, 400), (400, 400), (400, 1003)):
+        options = (1.0, None, -100, True, start, stop - start, "auto", BF16, BF16)
+        of_rank = torch.ops.fastppo.linear_logprob_stats(
+            hidden, weight[start:stop], None, targets, None, False, *options
+        )
+        parts.append(of_rank[0])
+    got = torch.ops.fastppo.logprob_combine(torch.stack(parts), targets, None, 1.0, -100, True, "auto")
+    whole = linear_logprob(hidden, weight, targets)
+    for a, b in zip(got[:2], whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_the_losses_take_the_backend_for_their_products(fused):
+    hidden, weight, targets = head(200, 1003, 64)
+    advantages = torch.randn(200, device="cuda")
+    results = []
+    for backend in ("cuda", "auto"):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        linear_ppo_loss(*leaves, targets, None, advantages, backend=backend).loss.backward()
+        results.append([x.grad for x in leaves])
+    for a, b in zip(*results, strict=True):
+        assert_bitwise_equal("gradient", a, b)
+    with pytest.raises(RuntimeError, match="takes no bias"):
+        linear_ppo_loss(hidden, weight, targets, None, advantages, bias=weight[:, 0], backend="cuda")
+
+
+def test_float32_logits_need_no_copy_of_the_weight():
+    hidden, weight, targets = head(256, 64000, 512)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    for wanted in (False, True):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(wanted):
+            out = linear_logprob(*leaves, targets, logits_dtype=F32, memory="recompute")
+            if wanted:
+                torch.autograd.grad(tuple(out), leaves, (torch.ones(256, device="cuda"),) * 2)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak < weight.numel() * (2 * wanted + 1) + 256 * 64000 * 2, peak
+
+
+def test_streams_threads_and_a_captured_backward():
+    inputs = head(500, 4099, 128)
+    upstream = torch.randn(2, 500, device="cuda")
+    expected = run(linear_logprob, *inputs, upstream, memory="recompute")
+    torch.cuda.synchronize()
+
+    def work(_):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [run(linear_logprob, *inputs, upstream, memory="recompute") for _ in range(10)]
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(work, range(2)):
+            for result in results:
+                for name, a, b in zip(NAMES, result, expected, strict=True):
+                    assert_bitwise_equal(name, a, b)
+    leaves = [x.detach().clone().requires_grad_() for x in inputs[:2]]
+
+    def step():
+        out = linear_logprob(*leaves, inputs[2], memory="recompute")
+        return torch.autograd.grad(tuple(out), leaves, tuple(upstream))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = step()
+    graph.replay()
+    for name, a, b in zip(NAMES[2:], grads, expected[2:], strict=True):
+        assert_bitwise_equal(name, a, b)

@@ -273,16 +273,29 @@ def test_merged_statistics_are_those_of_all_columns():
 # -- memory, modes, dtypes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_no_rows_give_gradients_of_zero(monkeypatch, cut):
+    if cut == "columns":
+        small_columns(monkeypatch, 7, 100)
+    head = make_head(0, 300)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        grads = run(linear_logprob, head, upstream=torch.zeros(2, 0), memory="recompute")[2:]
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert grads[0].shape == head.hidden.shape and all(bool((x == 0).all()) for x in grads[1:])
+
+
 @pytest.mark.parametrize("wanted", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_compacted_rows_stay_or_come_from_the_end(wanted):
     torch.manual_seed(int(10 * wanted))
     for rows in (1, 2, 7, 300):
         live = torch.rand(rows) < wanted
-        kept = _linear.compacted(live)
-        if isinstance(kept, slice):
-            assert live.all() and kept == slice(0, rows)
-            continue
-        count = int(live.sum())
+        order, count = _linear.compacted(live)
+        assert order.shape == live.shape and int(count) == int(live.sum())
+        kept = order[:count]
         assert kept.sort().values.tolist() == live.nonzero()[:, 0].tolist()
         stays = kept == torch.arange(count)
         assert (kept[~stays] >= count).all() and (stays == live[:count]).all()
@@ -295,7 +308,8 @@ def test_dlogits_of_compacted_rows(backend):
     logits, live = torch.randn(9, 300), torch.tensor([0, 1, 0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)
     targets = torch.randint(300, (9,))
     kept, upstream = torch.rand(9, 4) * torch.tensor([1.0, 30.0, -3.0, -2.0]), torch.randn(9, 2)
-    source = _linear.compacted(live)
+    order, count = _linear.compacted(live)
+    source = order[:count]
     assert source.tolist() == [8, 1, 7, 5, 4]
     options = (1.0, None, -100, True, 0, 300, backend)
     per_row = targets[source], None, kept[source], *upstream[source].unbind(1)

@@ -54,7 +54,7 @@ def test_the_watch_sees_whole_logits(monkeypatch, wide_model):
     def whole(hidden, weight, targets, *, bias=None, **options):
         return fastppo.logprob(F.linear(hidden, weight, bias), targets, **options)
 
-    def whole_loss(hidden, weight, targets, old, advantages, *, temperature, softcap, bias=None, **options):
+    def whole_loss(hidden, weight, targets, old, advantages, *, temperature, softcap, num_rows, bias=None, **options):
         logprobs, entropy = whole(hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap)
         output = fastppo.ppo_loss(logprobs, old, advantages, entropy=entropy, **options)
         return fastppo.LinearLossOutput(*output, logprobs, entropy)

@@ -85,6 +85,7 @@ class PolicyLoss:
             norm=self.norm if cfg.aggregation == "token_sum_norm" else None,
             num_tokens=rows.num_tokens,
             num_seqs=rows.num_seqs,
+            num_rows=rows.targets.numel(),
         )
         return StepLoss(output.loss, {"actor": output.metrics, **ratio_error(output.logprobs, rows)})
 

@@ -27,8 +27,7 @@ constexpr int kPiece = 64;                                            // columns
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kFloor = -1000.0f;       // exp of it is 0, and 0 * kFloor too
 constexpr float kSmallExcess = 0.0625f;  // of a sum less 1: below it the rounding of the sum would show
-constexpr float kNoColumn = -1e38f;   // x beyond the last column: finite, so that its e of 0 can be multiplied with it
-constexpr float kNotHere = INFINITY;  // x_y of columns without the target
+constexpr float kNotHere = INFINITY;     // x_y of columns without the target
 static_assert(kValues == 128 && kRows / kWarpgroups == 64, "multiply_tile is of 64 x 256");
 
 template <typename T>
@@ -257,14 +256,15 @@ __device__ __forceinline__ Sums sum_row_exactly(const float (&d)[kValues], float
   return {sum_of_four(largest) - 1.0f + sum_of_four(others), Entropy ? sum_of_four(shifted) : 0.0f};
 }
 
-// Of one of a thread's rows: (m, s - 1, t) over the tile's columns. `top`: the largest that the thread has.
+// Of one of a thread's rows: (m, s - 1, t) over the tile's columns. `top`: the largest that the thread has; `ragged`:
+// columns beyond the last are -inf.
 template <int half, bool Entropy>
-__device__ __forceinline__ float3 reduce_row(const float (&d)[kValues], float top, float temperature) {
+__device__ __forceinline__ float3 reduce_row(const float (&d)[kValues], float top, float temperature, bool ragged) {
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
   const float reference = top == -INFINITY ? 0.0f : top, to_log2 = kLog2e / temperature;
   Sums sums = sum_row<half, Entropy>(d, reference, to_log2);
-  const bool rough = sums.excess < kSmallExcess || isnan(sums.shifted);
+  const bool rough = ragged || sums.excess < kSmallExcess || isnan(sums.shifted);
   if (__any_sync(~0u, rough)) {
     float again = reference;
     asm volatile("" : "+f"(again));  // else the exponentials of the first sum are kept for this one, in local memory
@@ -315,8 +315,9 @@ struct StatsOfTile {
   __device__ __forceinline__ void finish_row(const StatsWork& work, const float (&d)[kValues], float largest,
                                              Place place) const {
     const int row = place.row + half * 8;
-    const float3 sums = work.with_entropy ? reduce_row<half, true>(d, largest, temperature[half])
-                                          : reduce_row<half, false>(d, largest, temperature[half]);
+    const bool ragged = place.column + kColumns > work.num_columns;
+    const float3 sums = work.with_entropy ? reduce_row<half, true>(d, largest, temperature[half], ragged)
+                                          : reduce_row<half, false>(d, largest, temperature[half], ragged);
     const int64_t y = target[half] - work.start;
     const float x_y = element_of<half>(d, place, y < work.num_columns ? y : -1);
     if (row < work.num_rows && place.lane == 0) {
@@ -331,7 +332,7 @@ struct StatsOfTile {
     if (place.column + kColumns > work.num_columns) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        if (place.column_of(i / 4) + i % 2 >= work.num_columns) d[i] = kNoColumn;
+        if (place.column_of(i / 4) + i % 2 >= work.num_columns) d[i] = -INFINITY;
       }
     }
     float largest[2];
@@ -551,6 +552,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kBlocks, 1, 1)
         if (++stage == kStages) stage = 0, phase ^= 1;
       }
       products_wait<0>();
+      products_done(d);
       if (thread < kBlocks) barrier_arrive(&s.empty[previous], thread);
       of_tile.template finish<T>(work, &out, d, place, s.out[warpgroup], warpgroup, thread);
     }

@@ -143,6 +143,13 @@ __device__ __forceinline__ void products_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
+// What follows on the results cannot be moved before this: a wait by itself tells the compiler nothing of registers.
+template <int N>
+__device__ __forceinline__ void products_done(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // d [64, 256] = a [64, 16] @ b [256, 16].T, or += where `onto` is not 0. Of a warpgroup's thread t the registers hold,
 // for j < 32 and i < 2, row t / 32 * 16 + t % 32 / 4 (+ 8: i + 2), column j * 8 + t % 4 * 2 + i in d[j * 4 + i] (+ 2).
 template <typename T>

@@ -12,7 +12,8 @@ which is smaller, is summed over chunks.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from fastppo.vocab import (
     merge_stats,
     sum_and_scatter_rows,
     sum_over_ranks,
+    waited,
 )
 
 CHUNK_ROWS = 256
@@ -58,7 +60,7 @@ class Head(NamedTuple):
     with_entropy: bool
     start: int  # id of this rank's first column
     used: int  # this rank's columns that are real ids
-    backend: str  # of the row kernels
+    backend: str  # of the products, and of the row kernels where it is not "cuda"
     product: torch.dtype  # of the operands of every product
     logits: torch.dtype
 
@@ -202,16 +204,16 @@ def count_of(rows: slice | Tensor) -> int:
     return rows.numel() if isinstance(rows, Tensor) else rows.stop - rows.start
 
 
-def compacted(wanted: Tensor) -> slice | Tensor:
-    """`where_any`, in an order in which the i-th is i, or where that is not wanted one from beyond the count: the
-    others' places are filled from the end, and no row moves over another that is wanted. Reads the device once."""
-    indices = where_any(wanted)
-    if isinstance(indices, slice):
-        return indices
-    count = indices.numel()
-    free = ~wanted[:count]
-    from_end = (count - free.cumsum(0)).clamp_(max=count - 1)
-    return torch.where(free, indices[from_end], torch.arange(count, device=wanted.device))
+def compacted(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """An order of rows whose first `count` (0-dim) are the wanted ones, and that count. The i-th of them is i, or where
+    that is not wanted one from beyond the count: the others' places are filled from the end, so that no row moves over
+    another that is wanted. Reads nothing from the device."""
+    rows = wanted.numel()
+    here, upto = torch.arange(rows, device=wanted.device), wanted.cumsum(0)
+    count = upto[-1] if rows else upto.sum()
+    indices = torch.nonzero_static(wanted, size=rows, fill_value=0)[:, 0]
+    from_end = (upto - here + (count - 1)).clamp_(0, max(rows - 1, 0))
+    return torch.where(wanted | (here >= count), here, indices[from_end]), count
 
 
 # -- the head ---------------------------------------------------------------------------------------------------------
@@ -225,8 +227,11 @@ class Product:
         self.weight = weight[: head.used].to(head.product)
         # Logits in a wider dtype than the product's need wider operands, of the same values.
         self.wide = torch.promote_types(head.product, head.logits)
-        self.forward_weight = self.weight.to(self.wide)
         self.bias = None if bias is None else bias[: head.used].to(head.product).to(self.wide)
+
+    @cached_property
+    def forward_weight(self) -> Tensor:
+        return self.weight.to(self.wide)
 
     def logits(self, hidden: Tensor, out: Tensor, columns: slice = slice(None)) -> None:
         """out [n, V] = hidden [n, D] @ weight.T + bias, of these columns, rounded to out's dtype."""
@@ -316,8 +321,10 @@ class Gradients:
         *,
         live: Tensor | None = None,
         factor: Tensor | None = None,
+        then: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """dlogits [n, V] and hidden [n, D] of these rows of the whole; `factor` multiplies what they give.
+        """dlogits [n, V] and hidden [n, D] of these rows of the whole; `factor` multiplies what they give. `then` is
+        called with the whole's dhidden before the weight's product.
 
         Rows that are not `live` (None: all are) have dlogits of 0, and may hold anything: 0 * NaN must not be formed.
         """
@@ -339,6 +346,8 @@ class Gradients:
                     self.dhidden.index_copy_(0, rows, dhidden)
                 elif not direct:
                     self.dhidden[rows] = dhidden
+                if then is not None:
+                    then(self.dhidden)
             if self.needs_weight:
                 hidden = hidden if live is None else torch.where(live[:, None], hidden, 0.0)
                 self._add_weight(dlogits.t(), hidden.to(product.head.product), factor)
@@ -393,12 +402,27 @@ def gather_hidden(hidden: Tensor, vocab: VocabShard) -> Tensor:
     return gather_rows(hidden, vocab) if hidden.numel() else hidden
 
 
-def reduce_partial(dhidden: Tensor, vocab: VocabShard | None, reduce_dhidden: str) -> Tensor:
-    """[N, D], this rank's columns' part -> the sum over ranks, or this rank's [N / ranks, D] of it. One collective."""
-    if reduce_dhidden == "none" or not is_sharded(vocab) or dhidden.numel() == 0:
-        return dhidden
-    assert vocab is not None
-    return sum_over_ranks(dhidden, vocab) if reduce_dhidden == "all_reduce" else sum_and_scatter_rows(dhidden, vocab)
+class Reduction:
+    """Of dhidden [N, D], this rank's columns' part: the sum over ranks, or this rank's [N / ranks, D] of it. One
+    collective, which runs on the collectives' own stream from `begin` to `result`."""
+
+    def __init__(self, vocab: VocabShard | None, reduce_dhidden: str):
+        self.vocab, self.how = vocab, reduce_dhidden
+        self.begun: Tensor | None = None
+
+    @property
+    def needed(self) -> bool:
+        return self.how != "none" and is_sharded(self.vocab)
+
+    def begin(self, dhidden: Tensor) -> None:
+        if self.begun is None and self.needed and dhidden.numel():
+            assert self.vocab is not None
+            reduce = sum_over_ranks if self.how == "all_reduce" else sum_and_scatter_rows
+            self.begun = reduce(dhidden, self.vocab)
+
+    def result(self, dhidden: Tensor) -> Tensor:
+        self.begin(dhidden)
+        return dhidden if self.begun is None else waited(self.begun)
 
 
 # -- the door ---------------------------------------------------------------------------------------------------------
@@ -468,8 +492,6 @@ def check_head(
     check_rows(targets, temperature, softcap, ignore_index, width if vocab is None else vocab.vocab_size)
     product = product_dtype(hidden, weight)
     check_choice("backend", backend, NAMES)
-    if backend == "cuda":
-        resolve("linear_logprob", backend, hidden.device, product)
     head = Head(
         1.0 if isinstance(temperature, Tensor) else float(temperature),
         None if softcap is None else float(softcap),
@@ -481,6 +503,15 @@ def check_head(
         product,
         product if logits_dtype is None else logits_dtype,
     )
+    if backend == "cuda":
+        from fastppo.ops._linear_sm90 import problem
+
+        resolve("linear_logprob", backend, hidden.device, product)
+        why = problem(head, hidden.shape[-1], bias is not None)
+        if why:
+            raise RuntimeError(
+                f"backend='cuda' cannot run linear_logprob on {hidden.device}: {why}; use 'auto' or 'triton'"
+            )
     per_row = temperature.detach().reshape(-1) if isinstance(temperature, Tensor) else None
     return Inputs(targets.reshape(-1), per_row, head)
 

@@ -18,7 +18,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def problem(head: Head, width: int, bias: bool) -> str:
-    """Why such a head (D = `width`) is not for these kernels; empty where it is. Backward asks what forward asked."""
+    """Why such a head (D = `width`) is not for these kernels; empty where it is. By arguments alone: backward must
+    find what forward found."""
     if head.product not in HALVES:
         return f"it multiplies float16 and bfloat16, not {head.product}"
     if head.logits not in (head.product, torch.float32):
@@ -27,27 +28,16 @@ def problem(head: Head, width: int, bias: bool) -> str:
         return "it takes no softcap"
     if bias:
         return "it takes no bias"
-    if width % (ALIGNMENT // head.product.itemsize):
+    if width == 0 or width % (ALIGNMENT // head.product.itemsize):
         return f"D must be a multiple of {ALIGNMENT // head.product.itemsize}, got {width}"
     return ""
 
 
 def fuses(head: Head, device: torch.device, width: int, bias: bool) -> bool:
-    """Whether "auto" or the caller's choice comes down to these kernels.
-
-    Raises:
-        RuntimeError: backend "cuda" is asked for and cannot take this head, or not here.
-    """
-    if device.type != "cuda" or head.backend not in ("auto", "cuda"):
+    """Whether these kernels make the products whose logits are not kept."""
+    if device.type != "cuda" or head.backend not in ("auto", "cuda") or problem(head, width, bias):
         return False
-    if head.backend == "auto" and resolve("linear_logprob", "auto", device, head.product)[0] != "cuda":
-        return False
-    why = problem(head, width, bias)
-    if head.backend == "cuda":
-        resolve("linear_logprob", "cuda", device, head.product)
-        if why:
-            raise RuntimeError(f"backend='cuda' cannot run linear_logprob on {device}: {why}; use 'auto' or 'triton'")
-    return not why
+    return resolve("linear_logprob", head.backend, device, head.product)[0] == "cuda"
 
 
 def stats(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor | None, head: Head) -> Tensor:

@@ -3,16 +3,17 @@
     logits = hidden @ weight.T + bias,   then per row as `ops/logprob.py`,
     dhidden = dlogits @ weight,   dweight = dlogits.T @ hidden,   dbias = sum over rows of dlogits.
 
-The logits are made in chunks, of rows on a CPU, of columns on a GPU; on a Hopper GPU they are not made at all, but
-their statistics are (`_linear_sm90.py`). memory="recompute" keeps four numbers per row and multiplies again in
-backward: the same products, so the same rounding, and every row of dlogits sums to 0. memory="save" keeps the logits,
-and backward writes dlogits over them. Rows that are ignored are left out of every product, rows whose upstream
-gradients are exactly 0 out of the products of backward (on a CPU; elsewhere knowing them would synchronise).
+The logits are made in chunks, of rows on a CPU, of columns on a GPU; on a Hopper GPU half precision without bias and
+softcap takes their statistics without them (`_linear_sm90.py`). memory="recompute" keeps four numbers per row and
+multiplies again in backward: the same products, so the same rounding, and every row of dlogits sums to 0. memory="save"
+keeps the logits, and backward writes dlogits over them. Rows that are ignored are left out of every product, rows whose
+upstream gradients are exactly 0 out of the products of backward (on a CPU; elsewhere knowing them would synchronise).
 
 Over a sharded vocabulary forward has the one all-gather of `vocab.py`, and backward sums dhidden over ranks once.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ from fastppo.ops._linear import (
     Head,
     Plan,
     Product,
+    Reduction,
     check_head,
     chunk_rows,
     chunks,
@@ -40,7 +42,6 @@ from fastppo.ops._linear import (
     no_stats,
     plain_operands,
     plan_of,
-    reduce_partial,
     row_stats,
     save_limit,
     take,
@@ -51,6 +52,7 @@ from fastppo.ops._linear import (
 )
 from fastppo.ops._linear_sm90 import Dlogits, fuses
 from fastppo.ops._linear_sm90 import stats as fused_stats
+from fastppo.ops._tracing import traced
 from fastppo.ops.logprob import LogprobOutput
 from fastppo.reference.linear_logprob import linear_logprob as definition
 from fastppo.vocab import VocabShard
@@ -96,8 +98,9 @@ def linear_logprob(
             weight's wider one or autocast's.
         weight_grad_into: [V, D] float32, contiguous or not. Backward adds the weight's gradient to it and the weight
             gets no .grad. Nothing is added for a frozen weight.
-        backend: "auto", "cuda", "triton", "cpu" (of the row kernels), or "torch" (the reference, for higher
-            derivatives: all logits at once).
+        backend: "auto"; "cuda" (where logits are not kept, products on a Hopper GPU that never write them; not with a
+            bias or a softcap); "triton", "cpu" (PyTorch's products and these row kernels); or "torch" (the reference,
+            for higher derivatives: all logits at once).
 
     Returns:
         LogprobOutput(logprobs, entropy): [...], float32 (float64 for float64 hidden or weight).
@@ -208,7 +211,12 @@ class _LinearLogprob(torch.autograd.Function):
         sharded = is_sharded(ctx.vocab)
         # The compiler of torch 2.8 knows neither _replace nor slices of a NamedTuple.
         *head, _with_entropy, start, used, backend, product, logits_dtype = ctx.head
-        dhidden, dweight, dbias = torch.ops.fastppo.linear_logprob_backward(
+        # Where nobody watches, the sum over ranks begins as soon as dhidden is there, under the weight's last product.
+        reduction = Reduction(ctx.vocab, ctx.reduce_dhidden)
+        backward: Any = torch.ops.fastppo.linear_logprob_backward
+        if reduction.needed and not traced(hidden, weight, stats, upstream):
+            backward = partial(_backward, on_dhidden=reduction.begin)
+        dhidden, dweight, dbias = backward(
             hidden.reshape(-1, hidden.shape[-1]),
             weight,
             bias,
@@ -229,7 +237,7 @@ class _LinearLogprob(torch.autograd.Function):
             logits_dtype,
         )
         if ctx.needs_input_grad[0]:
-            dhidden = reduce_partial(dhidden, ctx.vocab, ctx.reduce_dhidden).to(ctx.dtype).view(ctx.shape)
+            dhidden = reduction.result(dhidden).to(ctx.dtype).view(ctx.shape)
         return (
             dhidden if ctx.needs_input_grad[0] else None,
             dweight if ctx.needs_input_grad[1] and ctx.into is None else None,
@@ -336,18 +344,20 @@ def _backward(
     upstream: Tensor,
     weight_grad_into: Tensor | None,
     needs: list[bool],
-    partial: bool,
+    is_part: bool,
     *options: Any,
+    on_dhidden: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dhidden (in float32 where it is a rank's part of a sum), dweight and dbias; empty where not needed."""
+    """dhidden (in float32 where it is a rank's part of a sum), dweight and dbias; empty where not needed. `on_dhidden`
+    is called, if at all, with the part of dhidden before the last product, which is the weight's."""
     head = Head(*options)
     rows = _read_rows(targets, head.ignore_index)
     count = count_of(rows)
     plan = _plan(count, head, targets.device, logits is not None)
-    if _num_column_chunks(plan, head) > 1 or _fuses(hidden, bias, logits is not None, head):
+    if count and (_num_column_chunks(plan, head) > 1 or _fuses(hidden, bias, logits is not None, head)):
         return _backward_by_columns(
-            plan, rows, hidden, weight, bias, targets, temperature, stats, upstream, weight_grad_into, needs, partial,
-            head,
+            plan, rows, hidden, weight, bias, targets, temperature, stats, upstream, weight_grad_into, needs, is_part,
+            head, on_dhidden,
         )  # fmt: skip
     size = plan.rows
     if logits is not None and head.logits == head.product:
@@ -357,7 +367,7 @@ def _backward(
         product,
         hidden,
         -(-count // size),
-        dhidden=(head.sums if partial else hidden.dtype) if needs[0] else None,
+        dhidden=(head.sums if is_part else hidden.dtype) if needs[0] else None,
         weight=needs[1],
         bias=needs[2],
         weight_grad_into=weight_grad_into,
@@ -367,9 +377,11 @@ def _backward(
         index = narrow(rows, part)
         kept: slice | Tensor = slice(0, part.stop - part.start)
         if targets.device.type == "cpu":
-            kept = compacted((take(upstream, index) != 0).any(1))
-            if count_of(kept) == 0:
+            order, live_rows = compacted((take(upstream, index) != 0).any(1))
+            if live_rows == 0:
                 continue
+            if live_rows < order.numel():
+                kept = order[:live_rows]
         if logits is not None:
             block = logits[part]
         else:
@@ -388,7 +400,8 @@ def _backward(
         live = None
         if targets.device.type != "cpu":
             live = (take(targets, index) != head.ignore_index) & (take(upstream, index) != 0).any(1)
-        gradients.add(block, take(hidden, index), index, live=live)
+        then = on_dhidden if part.stop == count else None
+        gradients.add(block, take(hidden, index), index, live=live, then=then)
     dweight = gradients.weight_gradient()
     empty = stats.new_empty(0)
     return (
@@ -410,8 +423,9 @@ def _backward_by_columns(
     upstream: Tensor,
     weight_grad_into: Tensor | None,
     needs: list[bool],
-    partial: bool,
+    is_part: bool,
     head: Head,
+    on_dhidden: Callable[[Tensor], None] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_backward` of logits that are made again in chunks of columns: dweight and dbias of a chunk are final, dhidden
     is summed over chunks in float32."""
@@ -424,10 +438,12 @@ def _backward_by_columns(
     dbias = bias.new_zeros(bias.shape) if needs[2] and bias is not None else None
     # Rows without a gradient have dlogits of 0, and hidden states that may hold anything: 0 * NaN must not be formed.
     live = (targets != head.ignore_index) & (upstream != 0).any(1)
-    operand = torch.where(live[:, None], hidden, 0.0).to(head.product) if needs[1] else None
+    dtype, hidden = hidden.dtype, hidden.to(head.product)
+    operand = torch.where(live[:, None], hidden, 0.0) if needs[1] else None
     fused = _fuses(hidden, bias, False, head)
     buffer = _buffer(hidden, min(count, plan.rows), plan.columns, head.product if fused else head.logits)
     parts = list(chunks(count, plan.rows))
+    last = parts[-1], head.used
     gradient = _fused_gradient if fused else _gradient
     of_rows = [
         gradient(product, narrow(rows, part), hidden, targets, temperature, stats, upstream, head) for part in parts
@@ -452,6 +468,8 @@ def _backward_by_columns(
                 if dhidden is not None:
                     add = mm_into if columns.start == 0 else mm_onto
                     add(dhidden[part], dlogits, product.weight[columns])
+                    if on_dhidden is not None and isinstance(rows, slice) and (part, columns.stop) == last:
+                        on_dhidden(dhidden)
                 if total is not None and operand is not None:
                     add = mm_into if part.start == 0 and weight_grad_into is None else mm_onto
                     add(total, dlogits.t(), take(operand, index))
@@ -462,7 +480,7 @@ def _backward_by_columns(
     if dhidden is not None and isinstance(rows, Tensor):
         dhidden = dhidden.new_zeros(hidden.shape).index_copy_(0, rows, dhidden)
     return (
-        empty if dhidden is None else dhidden if partial else dhidden.to(hidden.dtype),
+        empty if dhidden is None else dhidden if is_part else dhidden.to(dtype),
         empty.clone() if dweight is None else dweight,
         empty.clone() if dbias is None else dbias,
     )
@@ -504,7 +522,7 @@ def _fused_gradient(
 ) -> Gradient:
     """dlogits at once."""
     dlogits = Dlogits(
-        take(hidden, index).to(head.product), take(targets, index), take_optional(temperature, index),
+        take(hidden, index), take(targets, index), take_optional(temperature, index),
         take(stats, index), take(upstream, index), head,
     )  # fmt: skip
     return lambda block, columns: dlogits.write(block, product.weight[columns], columns.start)

@@ -37,6 +37,7 @@ from fastppo.ops._linear import (
     Head,
     Inputs,
     Product,
+    Reduction,
     check_head,
     chunk_rows,
     chunks,
@@ -48,7 +49,7 @@ from fastppo.ops._linear import (
     is_sharded,
     narrow,
     plain_operands,
-    reduce_partial,
+    row_options,
     row_stats,
     scaled,
     take,
@@ -315,7 +316,7 @@ class _LinearLoss(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.vocab, ctx.reduce_dhidden, ctx.into = work.vocab, work.reduce_dhidden, work.weight_grad_into
-        ctx.backend = work.inputs.head.backend
+        ctx.backend = row_options(work.inputs.head).backend
         ctx.save_for_backward(*output[4:])
         ctx.spent = False
 
@@ -331,7 +332,7 @@ class _LinearLoss(torch.autograd.Function):
         dhidden, dweight, dbias = ctx.saved_tensors
         if dhidden is not None:
             dhidden = scaled(dhidden, upstream, dhidden.dtype, ctx.backend)
-            dhidden = reduce_partial(dhidden, ctx.vocab, ctx.reduce_dhidden).to(ctx.dtypes[0]).view(ctx.shape)
+            dhidden = Reduction(ctx.vocab, ctx.reduce_dhidden).result(dhidden).to(ctx.dtypes[0]).view(ctx.shape)
         if dweight is not None and ctx.into is not None:
             ctx.into.add_(dweight.to(torch.float32).mul_(upstream))
             dweight = None
@@ -455,22 +456,29 @@ def _add_gradients(
     of_entropy: bool,
 ) -> None:
     """The chunk's logits become dlogits and give their part of the gradients."""
-    head, live = work.inputs.head, (upstream != 0).any(1)
-    source = None
-    if work.compact:
-        kept = compacted(live)
-        if isinstance(kept, Tensor):
-            index, source, stats, upstream = narrow(index, kept), kept, stats[kept], upstream[kept]
-    if upstream.shape[0] == 0:
+    rows = upstream.shape[0]
+    if rows == 0:
         return
+    head, live = work.inputs.head._replace(with_entropy=of_entropy), (upstream != 0).any(1)
+    chosen, source = index, None
+    order, count = compacted(live) if work.compact else (None, rows)
+    if order is not None:
+        chosen, stats, upstream = narrow(index, order), stats[order], upstream[order]
     factor = None
     if torch.float16 in (head.logits, head.product):
         # A loss divided by many tokens has coefficients below float16's range; a power of two brings them back.
         largest = upstream.abs().amax()
         exponent = torch.where(largest.isfinite(), torch.frexp(largest)[1], 0)
         upstream, factor = torch.ldexp(upstream, -exponent), torch.ldexp(torch.ones_like(largest), exponent)
-    targets, temperature = take(work.inputs.targets, index), take_optional(work.inputs.temperature, index)
-    head = head._replace(with_entropy=of_entropy)
+    targets, temperature = take(work.inputs.targets, chosen), take_optional(work.inputs.temperature, chosen)
+    if order is not None:
+        rows = int(count)  # waits for the device, which has been given before what could be: it is idle from here on
+        if rows == 0:
+            return
+        if rows < live.numel():
+            index, source = narrow(chosen, slice(0, rows)), order[:rows]
+            targets, stats, upstream = targets[:rows], stats[:rows], upstream[:rows]
+            temperature = None if temperature is None else temperature[:rows]
     block = write_dlogits(block, targets, temperature, stats, upstream, head, source)
     live_rows = None if work.compact else live & (targets != head.ignore_index)
     gradients.add(block, take(hidden, index), index, live=live_rows, factor=factor)

@@ -153,7 +153,7 @@ def linear_ppo_loss(
             norm=None if norm is None else 1.0,
             num_tokens=count_of_sums,
             num_seqs=count_of_sums,
-            backend=backend,
+            backend="auto" if backend == "cuda" else backend,  # "cuda" is of the products
         )
 
     whole = needs_sequences is not None or aggregation == "seq_mean_token_mean"
