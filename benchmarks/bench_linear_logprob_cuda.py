@@ -94,7 +94,7 @@ def test_against_the_products(shape: str, mode: str, compare: Callable[..., None
     compare(
         batch.ours(mode), batch.products(PRODUCTS[mode]), expected=batch.ours(mode), peer_expected=lambda: (),
         op="linear_logprob", direction=mode, shape=shape, dtype="bfloat16", peer_name=f"products: {PRODUCTS[mode]}",
-        target=1 / TARGETS[mode], clock="events", is_bound=True, backend=backend("logprob"),
+        target=1 / TARGETS[mode], clock="events", is_bound=True, backend=backend("linear_logprob"),
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_against_whole_logits_compiled(mode: str, compare: Callable[..., None]) 
     compare(
         batch.ours(mode), batch.call(torch.compile(in_torch, dynamic=False), mode), op="linear_logprob", direction=mode,
         shape=shape, dtype="bfloat16", peer_name="torch.compile", clock="events", rtol=0.05, atol=0.05, kinks=0.01,
-        backend=backend("logprob"),
+        backend=backend("linear_logprob"),
     )  # fmt: skip
 
 
@@ -122,5 +122,5 @@ def test_against_others(shape: str, mode: str, peer: str, compare: Callable[...,
         batch.ours(mode), batch.call(theirs, mode), expected=lambda: batch.truth(mode), op="linear_logprob",
         direction=mode, shape=shape, dtype="bfloat16", peer_name=peer, target=AHEAD_OF.get((peer, mode)),
         clock="events", floor=batch.products(PRODUCTS[mode]), floor_name=f"products: {PRODUCTS[mode]}",
-        backend=backend("logprob"), **tolerance,
+        backend=backend("linear_logprob"), **tolerance,
     )  # fmt: skip

@@ -352,12 +352,6 @@ def test_no_rows_give_gradients_of_zero():
     assert got[2].shape == (0, 64) and (got[3] == 0).all()
 
 
-def test_no_hidden_numbers_give_equal_probabilities():
-    hidden, weight, targets = head(20, 300, 64)
-    got = linear_logprob(hidden[:, :0], weight[:, :0], targets)
-    torch.testing.assert_close(got.logprobs, torch.full_like(got.logprobs, -math.log(300)))
-
-
 @pytest.mark.parametrize("vocab", [300, 512])
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan], ids=str)
 def test_rows_of_infinite_logits(vocab, value):
@@ -379,13 +373,13 @@ def test_more_rows_than_are_taken_at_once_and_more_logits_than_32_bits_count(fus
     rows, vocab = 20000, 110000
     hidden, weight, targets = head(rows, vocab, 64)
     upstream = torch.randn(2, rows, device="cuda")
-    got = run(linear_logprob, hidden, weight, targets, upstream, memory="recompute")
+    got = run(linear_logprob, hidden, weight, targets, upstream, memory="recompute", logits_dtype=F32)
     assert rows * vocab > 2**31 and fused["stats"] == 2
     for part in (slice(0, 40), slice(rows // 2, rows // 2 + 40), slice(rows - 40, rows)):
         truth = run(definition, hidden[part].double(), weight.double(), targets[part], upstream[:, part])
-        torch.testing.assert_close(got[0][part].double(), truth[0], rtol=0, atol=0.07)
-        torch.testing.assert_close(got[1][part].double(), truth[1], rtol=0, atol=0.02)
-        torch.testing.assert_close(got[2][part].double(), truth[2], rtol=0.05, atol=0.01)
+        torch.testing.assert_close(got[0][part].double(), truth[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(got[1][part].double(), truth[1], rtol=0, atol=1e-4)
+        torch.testing.assert_close(got[2][part].double(), truth[2].double(), rtol=0.05, atol=0.02)
 
 
 def test_parts_of_a_vocabulary_make_the_whole():

@@ -457,6 +457,8 @@ def check_head(
     targets = targets.long()  # an unsigned dtype has no -100 to compare with
     if weight.dim() != 2:
         raise ValueError(f"weight must have shape [V, D], got {list(weight.shape)}")
+    if weight.shape[1] == 0:
+        raise ValueError(f"weight must have D of at least 1, got shape {list(weight.shape)}")
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(f"hidden must have weight's D={weight.shape[1]} as last dimension, got {list(hidden.shape)}")
     check_choice("reduce_dhidden", reduce_dhidden, REDUCTIONS)

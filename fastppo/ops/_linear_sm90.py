@@ -28,7 +28,7 @@ def problem(head: Head, width: int, bias: bool) -> str:
         return "it takes no softcap"
     if bias:
         return "it takes no bias"
-    if width == 0 or width % (ALIGNMENT // head.product.itemsize):
+    if width % (ALIGNMENT // head.product.itemsize):
         return f"D must be a multiple of {ALIGNMENT // head.product.itemsize}, got {width}"
     return ""
 

@@ -211,7 +211,7 @@ class _LinearLogprob(torch.autograd.Function):
         sharded = is_sharded(ctx.vocab)
         # The compiler of torch 2.8 knows neither _replace nor slices of a NamedTuple.
         *head, _with_entropy, start, used, backend, product, logits_dtype = ctx.head
-        # Where nobody watches, the sum over ranks begins as soon as dhidden is there, under the weight's last product.
+        # Where nobody watches, the sum over ranks begins as soon as dhidden is there, under the weight's product.
         reduction = Reduction(ctx.vocab, ctx.reduce_dhidden)
         backward: Any = torch.ops.fastppo.linear_logprob_backward
         if reduction.needed and not traced(hidden, weight, stats, upstream):
@@ -349,7 +349,7 @@ def _backward(
     on_dhidden: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dhidden (in float32 where it is a rank's part of a sum), dweight and dbias; empty where not needed. `on_dhidden`
-    is called, if at all, with the part of dhidden before the last product, which is the weight's."""
+    is called with dhidden before the last product, which is the weight's, where that is more than a chunk's part."""
     head = Head(*options)
     rows = _read_rows(targets, head.ignore_index)
     count = count_of(rows)
@@ -357,7 +357,7 @@ def _backward(
     if count and (_num_column_chunks(plan, head) > 1 or _fuses(hidden, bias, logits is not None, head)):
         return _backward_by_columns(
             plan, rows, hidden, weight, bias, targets, temperature, stats, upstream, weight_grad_into, needs, is_part,
-            head, on_dhidden,
+            head,
         )  # fmt: skip
     size = plan.rows
     if logits is not None and head.logits == head.product:
@@ -425,7 +425,6 @@ def _backward_by_columns(
     needs: list[bool],
     is_part: bool,
     head: Head,
-    on_dhidden: Callable[[Tensor], None] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_backward` of logits that are made again in chunks of columns: dweight and dbias of a chunk are final, dhidden
     is summed over chunks in float32."""
@@ -443,7 +442,6 @@ def _backward_by_columns(
     fused = _fuses(hidden, bias, False, head)
     buffer = _buffer(hidden, min(count, plan.rows), plan.columns, head.product if fused else head.logits)
     parts = list(chunks(count, plan.rows))
-    last = parts[-1], head.used
     gradient = _fused_gradient if fused else _gradient
     of_rows = [
         gradient(product, narrow(rows, part), hidden, targets, temperature, stats, upstream, head) for part in parts
@@ -468,8 +466,6 @@ def _backward_by_columns(
                 if dhidden is not None:
                     add = mm_into if columns.start == 0 else mm_onto
                     add(dhidden[part], dlogits, product.weight[columns])
-                    if on_dhidden is not None and isinstance(rows, slice) and (part, columns.stop) == last:
-                        on_dhidden(dhidden)
                 if total is not None and operand is not None:
                     add = mm_into if part.start == 0 and weight_grad_into is None else mm_onto
                     add(total, dlogits.t(), take(operand, index))
