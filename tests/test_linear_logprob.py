@@ -12,6 +12,7 @@ from torch import Tensor
 import fastppo
 from fastppo import linear_logprob
 from fastppo.ops import _linear
+from fastppo.ops import linear_logprob as linear_logprob_module
 from fastppo.reference.linear_logprob import linear_logprob as definition
 from fastppo.testing import assert_bitwise_equal, assert_no_worse
 from fastppo.vocab import combine_stats, merge_stats
@@ -271,6 +272,21 @@ def test_merged_statistics_are_those_of_all_columns():
 
 
 # -- memory, modes, dtypes --------------------------------------------------------------------------------------------
+
+
+def test_auto_says_once_what_it_chose(monkeypatch, caplog):
+    linear_logprob_module._say_choice.cache_clear()
+    caplog.set_level("INFO", logger="fastppo")
+    head = make_head(8, 300)
+    for limit in ("100", "100", "100000", "100000"):
+        monkeypatch.setenv("FASTPPO_SAVE_LIMIT", limit)
+        run(linear_logprob, head)
+        run(linear_logprob, head, memory="save")
+    assert [record.getMessage() for record in caplog.records] == [
+        "linear_logprob, memory='auto': the logits exceed FASTPPO_SAVE_LIMIT: four products, none kept (limit: 100 bytes)",
+        "linear_logprob, memory='auto': the logits fit in FASTPPO_SAVE_LIMIT: they are kept, three products "
+        "(limit: 100000 bytes)",
+    ]
 
 
 @pytest.mark.parametrize("cut", ["rows", "columns"])

@@ -1,9 +1,9 @@
 // The head's product with its statistics, or the logits' gradient, taken from the float32 results in registers.
 //
 // Persistent blocks, in clusters of two: the two have the same 256 columns of the vocabulary and neighbouring 128 rows,
-// and each fetches half of the weight's tile for both. One warp of a block keeps the copy engine four stages of 64 of
+// and each fetches half of the weight's tile for both. One thread of a block keeps the copy engine four stages of 64 of
 // the D numbers ahead; two warpgroups multiply 64 rows each and then do what follows with them. They meet nowhere but
-// in the stages, so that one's exponentials run while the other multiplies.
+// in the stages: one's exponentials run while the other multiplies.
 //
 // Every element is summed over D in the same order wherever its column stands: forward and backward form the same bits.
 #include <algorithm>

@@ -12,8 +12,9 @@ upstream gradients are exactly 0 out of the products of backward (on a CPU; else
 Over a sharded vocabulary forward has the one all-gather of `vocab.py`, and backward sums dhidden over ranks once.
 """
 
+import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -93,7 +94,8 @@ def linear_logprob(
             [N / ranks, ..., D] on dim 0, gathered inside.
         memory: "save" keeps the logits once and turns them into their gradient: three products, and a second
             backward raises. "recompute" keeps nothing of their size: four products. "auto" saves where they take no
-            more than FASTPPO_SAVE_LIMIT bytes (default 4 GiB), by shape alone. Without gradients nothing is kept.
+            more than FASTPPO_SAVE_LIMIT bytes (default 4 GiB), by shape alone, and says which once at level INFO of
+            the logger "fastppo". Without gradients nothing is kept.
         logits_dtype: of the logits, from which statistics and gradients come; None: of the product, hidden's and
             weight's wider one or autocast's.
         weight_grad_into: [V, D] float32, contiguous or not. Backward adds the weight's gradient to it and the weight
@@ -149,10 +151,22 @@ def linear_logprob(
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     fits = rows.numel() * head.used * head.logits.itemsize <= save_limit()
     save = wanted and (memory == "save" or memory == "auto" and fits)
+    if wanted and memory == "auto" and not torch.compiler.is_compiling():
+        _say_choice(save)
     logprobs, entropy, *_ = _LinearLogprob.apply(
         hidden, weight, bias, rows, per_row, weight_grad_into, head, vocab, reduce_dhidden, save
     )
     return LogprobOutput(logprobs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None)
+
+
+@cache
+def _say_choice(save: bool) -> None:
+    """Once for each of the two."""
+    name = "FASTPPO_SAVE_LIMIT"
+    what = f"fit in {name}: they are kept, three products" if save else f"exceed {name}: four products, none kept"
+    logging.getLogger("fastppo").info(
+        "linear_logprob, memory='auto': the logits %s (limit: %d bytes)", what, save_limit()
+    )
 
 
 class _LinearLogprob(torch.autograd.Function):
