@@ -162,11 +162,9 @@ def linear_logprob(
 @cache
 def _say_choice(save: bool) -> None:
     """Once for each of the two."""
-    name = "FASTPPO_SAVE_LIMIT"
-    what = f"fit in {name}: they are kept, three products" if save else f"exceed {name}: four products, none kept"
-    logging.getLogger("fastppo").info(
-        "linear_logprob, memory='auto': the logits %s (limit: %d bytes)", what, save_limit()
-    )
+    what = "are kept, three products: they fit in" if save else "are not kept, four products: they exceed"
+    logger = logging.getLogger("fastppo")
+    logger.info("linear_logprob, memory='auto': logits %s FASTPPO_SAVE_LIMIT, %d bytes", what, save_limit())
 
 
 class _LinearLogprob(torch.autograd.Function):
