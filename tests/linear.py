@@ -39,7 +39,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 
 def small_columns(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
     """Log-probs in chunks of rows and columns, as on a GPU where the vocabulary is large."""
-    monkeypatch.setattr("fastppo.ops.linear_logprob.plan_of", lambda *_: _linear.Plan(rows, columns))
+    monkeypatch.setattr("fastppo.ops._linear_logprob_ops.plan_of", lambda *_: _linear.Plan(rows, columns))
 
 
 class Memory(NamedTuple):

@@ -25,7 +25,7 @@ def head(rows, vocab, dim, dtype, *, ignored=0.0, seed=0):
 
 def plan(monkeypatch, name):
     if PLANS[name] is not None:
-        monkeypatch.setattr("fastppo.ops.linear_logprob.plan_of", lambda *_: _linear.Plan(*PLANS[name]))
+        monkeypatch.setattr("fastppo.ops._linear_logprob_ops.plan_of", lambda *_: _linear.Plan(*PLANS[name]))
 
 
 def run(op, leaves, targets, upstream, **options):

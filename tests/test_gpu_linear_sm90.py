@@ -206,7 +206,7 @@ def test_the_same_bits_however_it_is_cut(monkeypatch, plan, fused):
     hidden, weight, targets = head(300, 1003, 136)
     upstream = torch.randn(2, 300, device="cuda")
     whole = run(linear_logprob, hidden, weight, targets, upstream, memory="recompute")
-    monkeypatch.setattr("fastppo.ops.linear_logprob.plan_of", lambda *_: _linear.Plan(*plan))
+    monkeypatch.setattr("fastppo.ops._linear_logprob_ops.plan_of", lambda *_: _linear.Plan(*plan))
     cut = run(linear_logprob, hidden, weight, targets, upstream, memory="recompute")
     for a, b in zip(cut[:2], whole[:2], strict=True):
         assert_bitwise_equal("forward", a, b)

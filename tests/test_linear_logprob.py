@@ -351,7 +351,7 @@ def test_recompute_rounds_as_forward_did(monkeypatch):
         seen.append(dlogits.clone())
         return dlogits
 
-    monkeypatch.setattr("fastppo.ops.linear_logprob.write_dlogits", record)
+    monkeypatch.setattr("fastppo.ops._linear_logprob_ops.write_dlogits", record)
     results = {}
     for memory in MEMORY:
         seen.clear()

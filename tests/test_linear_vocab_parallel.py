@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from fastppo import VocabShard, linear_logprob, linear_loss, linear_ppo_loss
 from fastppo.ops import _linear
-from fastppo.ops import linear_logprob as linear_logprob_module
+from fastppo.ops import _linear_logprob_ops as linear_logprob_ops
 from fastppo.testing import assert_bitwise_equal, make_loss_inputs
 from tests.collectives import Collectives
 from tests.linear import HeadInputs, make_head
@@ -181,7 +181,7 @@ def worker(rank: int, folder: str) -> None:
         group = dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
         if rank >= size:
             continue
-        uncut = linear_logprob_module.plan_of
+        uncut = linear_logprob_ops.plan_of
         for shards, (vocab_size, _, rows) in SHARDS.items():
             start = sum(rows[size][:rank])
             vocab = VocabShard(start, start + rows[size][rank], group, vocab_size)
@@ -190,7 +190,7 @@ def worker(rank: int, folder: str) -> None:
                 small = case == "ppo_default_chunks"
                 _linear.CHUNK_ROWS, _linear.CHUNK_LOGITS_CPU = (1, 16) if small else usual
                 # Chunks of columns, as on a GPU: a rank has one, several, or none.
-                linear_logprob_module.plan_of = columns_of_three if case.startswith("columns") else uncut
+                linear_logprob_ops.plan_of = columns_of_three if case.startswith("columns") else uncut
                 with Collectives() as collectives:
                     results[size, shards, case] = evaluate(shards, case, vocab, rank, size, collectives.names)
                 # Where no mode watches, dhidden's sum begins before the last product.
