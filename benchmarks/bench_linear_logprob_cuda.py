@@ -98,6 +98,26 @@ def test_against_the_products(shape: str, mode: str, compare: Callable[..., None
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", ["fwd", "recompute"])
+@pytest.mark.parametrize("shape", LINEAR_CUDA)
+def test_against_chunks_of_logits(shape: str, mode: str, compare: Callable[..., None]) -> None:
+    """The kernel that writes no logits against chunks of them by cuBLAS and Triton: worth its code from 3 % on."""
+    if backend("linear_logprob") != "cuda":
+        pytest.skip("needs a card of compute capability 9.0 and a module compiled for it")
+    batch = Rows(shape)
+
+    def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = fastppo.linear_logprob(hidden, weight, targets, memory="recompute", backend="triton")
+        assert entropy is not None
+        return logprobs, entropy
+
+    compare(
+        batch.ours(mode), batch.call(chunked, mode), op="linear_logprob", direction=mode, shape=shape, dtype="bfloat16",
+        peer_name="chunks of logits", target=1.03, clock="events", rtol=2**-7, atol=2e-3, kinks=0.01,
+        backend=backend("linear_logprob"),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("mode", ["fwd", "save"])
 def test_against_whole_logits_compiled(mode: str, compare: Callable[..., None]) -> None:
     shape = next(iter(LINEAR_CUDA))
