@@ -125,6 +125,16 @@ BOUNDS = {
     "data.prompts": (["no_such_file.jsonl"], []),
     "ppo.adv_estimator.gae_lambda": (["1.1", "-0.1"], ["0", "1"]),
     "ppo.adv_estimator.gae_gamma": (["1.1", "-0.1"], ["0", "1"]),
+    "ppo.adv_estimator.gae_lambda_policy": (["1.1", "-0.1"], ["0", "1", "null"]),
+    "ppo.adv_estimator.gae_lambda_value": (["1.1", "-0.1"], ["0", "1", "null"]),
+    "ppo.adv_estimator.length_adaptive_alpha": (["0", "-1"], ["0.05", "null"]),
+    "ppo.reward_scaling.source_min": ([".nan", ".inf"], ["-1"]),
+    "ppo.reward_scaling.target_max": ([".nan", "-.inf"], ["-1"]),
+    "ppo.reward_shaping.max_response_length": (["0"], ["1"]),
+    "ppo.reward_shaping.overlong_buffer_length": (["0"], ["1"]),
+    "ppo.reward_shaping.overlong_buffer_penalty": (["-1"], ["0"]),
+    "ppo.reward_shaping.stop_properly_penalty_coef": (["-0.1", "1.1"], ["0", "1"]),
+    "ppo.cliprange_reward": (["0", "-1"], ["10", "null"]),
     "ppo.num_prompts_per_step": (["0"], ["2"]),
     "ppo.ppo_epochs": (["0"], ["2"]),
     "ppo.max_num_steps": (["-1"], ["0"]),
@@ -199,6 +209,26 @@ UNUSED = [
         "loss_fn.reference_policy_kl_gradient=pathwise",
         ("loss_fn.use_kl_in_reward=false", "loss_fn.reference_policy_kl_type=k3"),
     ),
+    (("ppo.adv_estimator.length_adaptive_alpha=0.05",), "ppo.adv_estimator.gae_lambda_policy=0.9", ()),
+    (
+        ("ppo.adv_estimator.gae_lambda_value=1", "ppo.adv_estimator.gae_lambda_policy=0.9"),
+        "ppo.adv_estimator.gae_lambda=0.5",
+        ("ppo.adv_estimator.gae_lambda_value=1",),
+    ),
+    (
+        ("ppo.adv_estimator.gae_lambda_value=1", "ppo.adv_estimator.length_adaptive_alpha=0.05"),
+        "ppo.adv_estimator.gae_lambda=0.5",
+        ("ppo.adv_estimator.length_adaptive_alpha=0.05",),
+    ),
+    (
+        ("ppo.reward_shaping.enabled=true", "ppo.reward_shaping.stop_properly_penalty_coef=0"),
+        "ppo.reward_shaping.overlong_buffer_length=2",
+        (
+            "ppo.reward_shaping.enabled=true",
+            "ppo.reward_shaping.max_response_length=9",
+            "ppo.reward_shaping.overlong_buffer_penalty=1",
+        ),
+    ),
     ((), "data.prompt_key=text", ("data.prompts=pyproject.toml",)),
     ((), "data.system_prompt=hello", ("data.chat_template=true",)),
     ((), "env.seed=1", ("env.name=copy",)),
@@ -232,6 +262,8 @@ class TestUnused:
             ("logger.report=false", "logger.report_period=5"),
             ("checkpointing.enabled=false", "checkpointing.save_period=5", "checkpointing.keep_last_k=5"),
             ("ppo.val_period=0", "ppo.max_val_samples=5"),
+            ("ppo.reward_scaling.enabled=false", "ppo.reward_scaling.target_min=-1"),
+            ("ppo.reward_shaping.enabled=false", "ppo.reward_shaping.overlong_buffer_length=5"),
         ],
     )
     def test_one_switch_suffices_against_a_recipe_that_sets_the_details(self, settings):
@@ -253,6 +285,21 @@ class TestNeeds:
         assert refused(f"{part}.scheduler.name={name}") == (
             f"{part}.scheduler.name={name} needs {part}.scheduler.decay_steps, the optimizer steps from the end of the "
             "warm-up to the floor"
+        )
+
+    def test_a_scaling_needs_a_range(self):
+        assert refused("ppo.reward_scaling.enabled=true", "ppo.reward_scaling.source_min=1") == (
+            "ppo.reward_scaling.source_min=1.0 must be below ppo.reward_scaling.source_max=1.0"
+        )
+
+    def test_a_shaping_needs_what_it_is_made_of(self):
+        some = ("ppo.reward_shaping.enabled=true", "ppo.reward_shaping.max_response_length=9")
+        assert refused(*some).startswith(
+            "ppo.reward_shaping.enabled=true needs ppo.reward_shaping.overlong_buffer_length, or stop_properly"
+        )
+        rest = ("ppo.reward_shaping.overlong_buffer_penalty=1", "ppo.reward_shaping.overlong_buffer_length=10")
+        assert refused(*some, *rest) == (
+            "ppo.reward_shaping.overlong_buffer_length=10 is longer than ppo.reward_shaping.max_response_length=9"
         )
 
     @pytest.mark.parametrize("kl_type", ["k1", "abs"])

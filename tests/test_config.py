@@ -367,7 +367,11 @@ class TestHelp:
     def test_names_of_other_trainers_lead_to_keys_that_exist(self):
         assert set(ELSEWHERE.values()) <= {*KEYS}
         for name, key in ELSEWHERE.items():
-            assert suggest(f"elsewhere.{name}", KEYS) == [key]
+            assert suggest(f"elsewhere.{name}", KEYS)[0] == key
+        assert suggest("data.max_response_length", KEYS) == [
+            "policy.generation.max_new_tokens",
+            "ppo.reward_shaping.max_response_length",
+        ]
 
 
 def test_every_setting_is_read():

@@ -9,9 +9,10 @@ import torch
 
 from tests import tiny
 from trainers.advantages import estimate_advantages
+from trainers.config import PPOConfig
 from trainers.engines import Completion
 from trainers.environments import Prompt, Sample
-from trainers.rewards import RewardError, score, token_rewards
+from trainers.rewards import RewardError, score, shaped, token_rewards
 from trainers.rollout import pack
 
 
@@ -76,9 +77,9 @@ def test_kl_is_charged_per_token_on_the_response_only():
     cfg = tiny.config(loss_fn__reference_policy_kl_penalty=0.1).loss_fn
     # k1 = old - ref: 0.5, 0, -0.5 and 2, 0
     expected = torch.tensor([0, 0, -0.05, 0, 1.05, 0, -0.2, 1.0])
-    assert torch.allclose(token_rewards(scored, cfg).rewards, expected)
+    assert torch.allclose(token_rewards(scored, PPOConfig(), cfg).rewards, expected)
     in_loss = tiny.config(loss_fn__use_kl_in_reward=False, loss_fn__reference_policy_kl_penalty=0.1).loss_fn
-    assert token_rewards(scored, in_loss).rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, 1]
+    assert token_rewards(scored, PPOConfig(), in_loss).rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,54 @@ def test_kl_is_charged_per_token_on_the_response_only():
 def test_rewards_that_cannot_be_trained_on_are_refused_with_the_sample(answers, message):
     with pytest.raises(RewardError, match=message):
         score(Answers(answers), batch())
+
+
+def ppo_settings(**options):
+    return tiny.config(**{f"ppo__{key}": value for key, value in options.items()}).ppo
+
+
+def shaped_scores(scores, **options):
+    return shaped(score(Answers(scores), batch()), ppo_settings(**options)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"), [([0.5, 1.0], [0.5, 1.0]), ([2.0, 0.0], [1.0, 0.0]), ([-3.0, 0.25], [0.0, 0.25])]
+)
+def test_reward_scaling_clamps_and_maps(scores, expected):
+    assert shaped_scores(scores) == scores
+    assert shaped_scores(scores, reward_scaling__enabled=True) == expected
+    centred = {"target_min": -1.0, "target_max": 1.0}
+    options = {f"reward_scaling__{key}": value for key, value in ({"enabled": True} | centred).items()}
+    assert shaped_scores(scores, **options) == [2 * x - 1 for x in expected]
+
+
+def test_the_overlong_penalty_grows_over_the_buffer_and_no_further():
+    """Responses of 3 and 2 tokens: of a buffer of 2 before 4 tokens the first fills half, the second none."""
+    options = {"reward_shaping__enabled": True, "reward_shaping__overlong_buffer_penalty": 0.5}
+    for (limit, buffer), expected in {(4, 2): [0.75, -2.0], (3, 2): [0.5, -2.25], (2, 1): [0.5, -2.5]}.items():
+        lengths = {"reward_shaping__max_response_length": limit, "reward_shaping__overlong_buffer_length": buffer}
+        assert shaped_scores([1.0, -2.0], **options, **lengths) == expected
+
+
+@pytest.mark.parametrize(("scores", "expected"), [([2.0, 2.0], [2.0, 0.5]), ([-1.0, -1.0], [-1.0, -1.0])])
+def test_a_cut_response_gets_a_part_of_its_reward_and_no_bonus_for_a_negative_one(scores, expected):
+    options = {"reward_shaping__enabled": True, "reward_shaping__stop_properly_penalty_coef": 0.25}
+    assert shaped_scores(scores, **options) == expected
+
+
+def test_rewards_are_scaled_then_shaped_then_clipped():
+    options = {"reward_scaling__enabled": True, "reward_scaling__target_max": 8.0, "cliprange_reward": 1.5,
+               "reward_shaping__enabled": True, "reward_shaping__stop_properly_penalty_coef": 0.25}  # fmt: skip
+    assert shaped_scores([0.5, 0.5], **options) == [1.5, 1.0]  # 4 and 4, 4 and 1, 1.5 and 1
+    assert shaped_scores([-9.0, 0.0], cliprange_reward=1.5) == [-1.5, 0.0]
+
+
+def test_what_shaping_changes_is_paid_on_the_last_token_and_the_raw_reward_stays():
+    scored = score(Answers([[0.25, 0.5, 0.25], 2.0]), batch())
+    paid = token_rewards(scored, ppo_settings(cliprange_reward=0.75), tiny.config(
+        loss_fn__reference_policy_kl_penalty=0.0).loss_fn)  # fmt: skip
+    assert paid.rewards.tolist() == [0, 0, 0.25, 0.5, 0.0, 0, 0, 0.75]
+    assert paid.raw_reward.tolist() == [1.0, 2.0]
 
 
 def advantages(**overrides):
@@ -134,3 +183,22 @@ def test_normalised_advantages_have_mean_zero_and_variance_one_over_the_response
     assert estimate.advantages[mask].var(unbiased=False).item() == pytest.approx(1, abs=1e-4)
     assert not estimate.advantages[~mask].any()
     assert torch.allclose(estimate.returns, advantages().returns)
+
+
+def test_decoupled_lambdas():
+    """Advantages with lambda 0 are r + V' - V; returns with lambda 1 are the rewards to come."""
+    estimate = advantages(**{"adv_estimator.gae_lambda_policy": 0.0, "adv_estimator.gae_lambda_value": 1.0,
+                             "adv_estimator.gae_lambda": 0.95})  # fmt: skip
+    assert torch.allclose(estimate.advantages, torch.tensor([0, 0, 0.1, 0.1, 0.7, 0, 0.1, 0.5]))
+    assert torch.allclose(estimate.returns, torch.tensor([0, 0, 1.0, 1, 1, 0, 1, 1]))
+    only_value = advantages(**{"adv_estimator.gae_lambda": 0.0, "adv_estimator.gae_lambda_value": 1.0})
+    assert torch.equal(only_value.advantages, estimate.advantages)
+    assert torch.equal(only_value.returns, estimate.returns)
+
+
+def test_length_adaptive_lambda():
+    """alpha 0.5: 1 - 1 / 1.5 = 1/3 for 3 tokens, and 1 - 1 / max(1, 1) = 0 for 2."""
+    estimate = advantages(**{"adv_estimator.length_adaptive_alpha": 0.5})
+    last, middle = 0.7, 0.1 + 0.7 / 3
+    assert torch.allclose(estimate.advantages, torch.tensor([0, 0, 0.1 + middle / 3, middle, last, 0, 0.1, 0.5]))
+    assert torch.allclose(estimate.returns, torch.tensor([0, 0, 1.0, 1, 1, 0, 1, 1]))

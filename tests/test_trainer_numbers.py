@@ -328,12 +328,13 @@ def test_each_kl_type_is_charged_in_the_reward(kl_type, kl):
         old_logprobs=torch.tensor([9.0, 9.0, -1.0, -2.0, -3.0]),
         ref_logprobs=torch.tensor([1.0, 1.0, -1.5, -1.0, -3.0]),
         token_scores=torch.tensor([0.0, 0.0, 0.0, 0.25, 1.0]),
+        raw_reward=torch.tensor([1.25]),
     )
     options = {"reference_policy_kl_penalty": 0.2, "reference_policy_kl_type": kl_type}
-    charged = token_rewards(batch, LossConfig(**options)).rewards
+    charged = token_rewards(batch, PPOConfig(), LossConfig(**options)).rewards
     right = [0.0, 0.0, -0.2 * kl[0], 0.25 - 0.2 * kl[1], 1.0 - 0.2 * kl[2]]
     assert charged.tolist() == pytest.approx(right, abs=1e-6)
-    free = token_rewards(batch, LossConfig(use_kl_in_reward=False, **options)).rewards
+    free = token_rewards(batch, PPOConfig(), LossConfig(use_kl_in_reward=False, **options)).rewards
     assert torch.equal(free, batch.token_scores)
 
 

@@ -19,11 +19,17 @@ def estimate_advantages(batch: RolloutBatch, ppo: PPOConfig) -> RolloutBatch:
         terminated = torch.zeros_like(batch.mask)
         terminated[batch.last_selected()[stopped]] = True
         bootstrap = batch.next_values
+    estimator = ppo.adv_estimator
+    lam = estimator.gae_lambda if estimator.gae_lambda_policy is None else estimator.gae_lambda_policy
+    lam_returns = estimator.gae_lambda if estimator.gae_lambda_value is None else estimator.gae_lambda_value
+    if estimator.length_adaptive_alpha is not None:  # VAPO (arXiv:2504.05118)
+        lam = 1 - 1 / (estimator.length_adaptive_alpha * batch.response_lengths).clamp(min=1)
     estimate = fastppo.gae(
         batch.rewards,
         batch.values,
-        gamma=ppo.adv_estimator.gae_gamma,
-        lam=ppo.adv_estimator.gae_lambda,
+        gamma=estimator.gae_gamma,
+        lam=lam,
+        lam_returns=None if lam is lam_returns else lam_returns,
         mask=batch.mask,
         terminated=terminated,
         bootstrap_values=bootstrap,

@@ -133,6 +133,7 @@ POSITIVE: Rule = ("> 0", lambda x: x > 0)
 NOT_NEGATIVE: Rule = (">= 0", lambda x: x >= 0)
 AT_LEAST_1: Rule = (">= 1", lambda x: x >= 1)
 SHARE: Rule = ("from 0 to 1", lambda x: 0 <= x <= 1)
+FINITE: Rule = ("that is finite", lambda x: True)
 SEED: Rule = ("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)
 
 OPTIMIZER: dict[str, Rule] = {
@@ -177,6 +178,15 @@ RANGES: dict[str, Rule] = {
     "ppo.max_num_steps": NOT_NEGATIVE,
     "ppo.max_num_epochs": AT_LEAST_1,
     "ppo.adv_estimator.gae_lambda": SHARE,
+    "ppo.adv_estimator.gae_lambda_policy": SHARE,
+    "ppo.adv_estimator.gae_lambda_value": SHARE,
+    "ppo.adv_estimator.length_adaptive_alpha": POSITIVE,
+    **{f"ppo.reward_scaling.{side}_{end}": FINITE for side in ("source", "target") for end in ("min", "max")},
+    "ppo.reward_shaping.max_response_length": AT_LEAST_1,
+    "ppo.reward_shaping.overlong_buffer_length": AT_LEAST_1,
+    "ppo.reward_shaping.overlong_buffer_penalty": NOT_NEGATIVE,
+    "ppo.reward_shaping.stop_properly_penalty_coef": SHARE,
+    "ppo.cliprange_reward": POSITIVE,
     "ppo.adv_estimator.gae_gamma": SHARE,
     "ppo.max_first_ratio_error": POSITIVE,
     "ppo.val_period": NOT_NEGATIVE,
@@ -292,7 +302,7 @@ def unused(config: PPOTrainerConfig) -> Iterator[str]:
     switch on the command line suffices against a recipe.
     """
     policy, value, loss = config.policy, config.value, config.loss_fn
-    env = config.env.name
+    env, estimator, shaping = config.env.name, config.ppo.adv_estimator, config.ppo.reward_shaping
     own_model = "num_layers_unfrozen train_global_batch_size train_micro_batch_size model_name"
     rules: list[tuple[bool, str, str]] = [
         (value.mode == "shared", "value: " + own_model, "value.mode=shared, a head without model and batch of its own"),
@@ -301,6 +311,22 @@ def unused(config: PPOTrainerConfig) -> Iterator[str]:
         (loss.type not in ("ppo", "gspo"), "loss_fn: ratio_clip_c", f"loss_fn.type={loss.type}"),
         (loss.aggregation != "token_sum_norm", "loss_fn: norm_length", f"loss_fn.aggregation={loss.aggregation}"),
         (loss.use_kl_in_reward, "loss_fn: reference_policy_kl_gradient", "loss_fn.use_kl_in_reward=true"),
+        (
+            shaping.enabled and shaping.stop_properly_penalty_coef is not None,
+            "ppo.reward_shaping: max_response_length overlong_buffer_length overlong_buffer_penalty",
+            "ppo.reward_shaping.stop_properly_penalty_coef",
+        ),
+        (
+            estimator.length_adaptive_alpha is not None,
+            "ppo.adv_estimator: gae_lambda_policy",
+            "ppo.adv_estimator.length_adaptive_alpha",
+        ),
+        (
+            estimator.gae_lambda_value is not None
+            and (estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha is not None),
+            "ppo.adv_estimator: gae_lambda",
+            "ppo.adv_estimator.gae_lambda_value and a lambda of the policy's own",
+        ),
         (config.data.prompts is None, "data: prompt_key", "data.prompts=null"),
         (not config.data.chat_template, "data: system_prompt", "data.chat_template=false"),
         (not generated_tasks(config), "env: seed size", f"env.name={env}, which generates no tasks"),
@@ -330,6 +356,24 @@ def needed(config: PPOTrainerConfig) -> Iterator[str]:
             f"loss_fn.reference_policy_kl_gradient=pathwise needs reference_policy_kl_type=k2 or k3, got {kl_type}: "
             "the derivative of that estimate does not pull towards the reference"
         )
+    scaling, shaping = config.ppo.reward_scaling, config.ppo.reward_shaping
+    if scaling.enabled and scaling.source_min >= scaling.source_max:
+        yield (
+            f"ppo.reward_scaling.source_min={scaling.source_min} must be below ppo.reward_scaling.source_max="
+            f"{scaling.source_max}"
+        )
+    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
+        names = ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
+        if missing := [name for name in names if getattr(shaping, name) is None]:
+            yield (
+                f"ppo.reward_shaping.enabled=true needs ppo.reward_shaping.{missing[0]}, or stop_properly_penalty_coef "
+                "in place of the three that make the overlong penalty"
+            )
+        elif shaping.overlong_buffer_length > shaping.max_response_length:
+            yield (
+                f"ppo.reward_shaping.overlong_buffer_length={shaping.overlong_buffer_length} is longer than "
+                f"ppo.reward_shaping.max_response_length={shaping.max_response_length}"
+            )
     if logger.num_samples_to_print > logger.num_inspected_samples:
         yield (
             f"logger.num_samples_to_print={logger.num_samples_to_print} needs as many logger.num_inspected_samples, "

@@ -156,8 +156,39 @@ class DataConfig:
 @dataclass
 class AdvEstimatorConfig:
     name: str = opt("gae", "advantage estimator", choices=("gae",))
-    gae_lambda: float = opt(0.95, "GAE lambda, 0 to 1")
+    gae_lambda: float = opt(0.95, "GAE lambda, 0 to 1, of advantages and of the critic's targets")
+    gae_lambda_policy: float | None = opt(None, "lambda of the advantages alone (VAPO); default: gae_lambda")
+    gae_lambda_value: float | None = opt(None, "lambda of the critic's targets alone (VAPO: 1.0); default: gae_lambda")
+    length_adaptive_alpha: float | None = opt(
+        None,
+        "lambda of a response's advantages is 1 - 1 / (this x its tokens), 0 where that is below (VAPO: 0.05); "
+        "default: off",
+    )
     gae_gamma: float = opt(1.0, "discount, 0 to 1")
+
+
+@dataclass
+class RewardScalingConfig:
+    """A linear map of the task's rewards, clamped to the source range first."""
+
+    enabled: bool = opt(False, "map the rewards")
+    source_min: float = opt(0.0, "rewards below count as this, which becomes target_min")
+    source_max: float = opt(1.0, "rewards above count as this, which becomes target_max")
+    target_min: float = opt(0.0, "what source_min becomes")
+    target_max: float = opt(1.0, "what source_max becomes")
+
+
+@dataclass
+class RewardShapingConfig:
+    """A penalty on long or cut responses, after the scaling: DAPO's soft overlong penalty, or a factor."""
+
+    enabled: bool = opt(False, "shape the rewards")
+    max_response_length: int | None = opt(None, "tokens from which the whole overlong penalty is taken")
+    overlong_buffer_length: int | None = opt(None, "tokens before max_response_length over which the penalty grows")
+    overlong_buffer_penalty: float | None = opt(None, "penalty of a response of max_response_length tokens or more")
+    stop_properly_penalty_coef: float | None = opt(
+        None, "in place of the three: factor, 0 to 1, of the positive reward of a response cut at max_new_tokens"
+    )
 
 
 @dataclass
@@ -170,6 +201,9 @@ class PPOConfig:
         None, "passes over the prompts after which the run ends; default: no limit", free=True
     )
     adv_estimator: AdvEstimatorConfig = block(AdvEstimatorConfig)
+    reward_scaling: RewardScalingConfig = block(RewardScalingConfig)
+    reward_shaping: RewardShapingConfig = block(RewardShapingConfig)
+    cliprange_reward: float | None = opt(None, "rewards are clipped to +- this before the KL is charged; default: off")
     normalize_advantages: bool = opt(
         True, "advantages to mean 0, variance 1 over the selected tokens of the whole rollout"
     )

@@ -14,7 +14,7 @@ from trainers.rollout import FINISH, RolloutBatch
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """What was generated and how it was judged. Means of [T] tensors are over the trained tokens."""
-    mask, lengths = batch.mask, response_lengths(batch)
+    mask, lengths = batch.mask, batch.response_lengths
     metrics = {
         **_spread("critic/score", batch.raw_reward),
         **_spread("response_length", lengths),
@@ -63,7 +63,7 @@ def validation_metrics(
     batch: RolloutBatch, metric_fn: Callable[..., Mapping[str, Sequence[float]]] | None = None
 ) -> dict[str, float]:
     """Scores and lengths; with `metric_fn` also the mean of each of its per-sample lists, as val/metrics/<name>."""
-    lengths = response_lengths(batch)
+    lengths = batch.response_lengths
     texts = {
         "samples": [sample.prompt.text + sample.response for sample in batch.samples],
         "prompts": [sample.prompt.text for sample in batch.samples],
@@ -134,10 +134,6 @@ def _token(batch: RolloutBatch, t: int, logprobs: Tensor, tokenizer: object, cli
 def sequence_kl(batch: RolloutBatch) -> Tensor:
     """[B] nats: sum over a response's tokens of old - ref, the sampled KL of the policy to the reference."""
     return _per_sequence(batch, batch.old_logprobs - batch.ref_logprobs)
-
-
-def response_lengths(batch: RolloutBatch) -> Tensor:
-    return torch.zeros(len(batch), dtype=torch.int64).index_add(0, batch.sequence_ids, batch.mask.long())
 
 
 def memory_metrics() -> dict[str, float]:

@@ -166,7 +166,8 @@ class PPOTrainer:
             values, next_values = pending.result()
             batch.update(values=values, next_values=next_values)
         with self.run.timer("adv"):
-            return estimate_advantages(rewards.token_rewards(batch, self.config.loss_fn), self.config.ppo)
+            charged = rewards.token_rewards(batch, self.config.ppo, self.config.loss_fn)
+            return estimate_advantages(charged, self.config.ppo)
 
     def policy_minibatches(self, batch: RolloutBatch, *, step: int, epoch: int):
         size = self.config.policy.train_global_batch_size

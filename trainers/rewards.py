@@ -1,7 +1,8 @@
 """From scores to per-token rewards: who pays what, and where it is paid.
 
-The task's score sits on the last response token (the stop token included); scores per token sit on their own. The KL
-to the reference, if it is charged in the reward, is per token and detached.
+The task's score sits on the last response token (the stop token included); scores per token sit on their own. What
+scaling, shaping and clipping make of a response's score is paid, as the difference, on its last token. The KL to the
+reference, if it is charged in the reward, is per token and detached.
 """
 
 import json
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fastppo
-from trainers.config import LossConfig
+from trainers.config import LossConfig, PPOConfig
 from trainers.environments import Environment, Sample
-from trainers.rollout import RolloutBatch
+from trainers.rollout import FINISH, RolloutBatch
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -58,9 +60,31 @@ def dump(batch: RolloutBatch, path: Path) -> None:
             file.write(json.dumps(asdict(sample)) + "\n")
 
 
-def token_rewards(batch: RolloutBatch, loss_fn: LossConfig) -> RolloutBatch:
-    """Fill `rewards` [T]: scores, less the KL where it is charged in the reward."""
+def shaped(batch: RolloutBatch, ppo: PPOConfig) -> Tensor:
+    """[B] float64: the task's scores after reward_scaling, reward_shaping and cliprange_reward, in this order."""
+    reward, scaling, shaping = batch.raw_reward.double(), ppo.reward_scaling, ppo.reward_shaping
+    if scaling.enabled:
+        share = (reward.clamp(scaling.source_min, scaling.source_max) - scaling.source_min) / (
+            scaling.source_max - scaling.source_min
+        )
+        reward = scaling.target_min + share * (scaling.target_max - scaling.target_min)
+    if shaping.enabled and shaping.stop_properly_penalty_coef is not None:
+        # Positive rewards alone: a factor below 1 would raise a negative one.
+        cut = (batch.finish == FINISH.index("length")) & (reward > 0)
+        reward = torch.where(cut, shaping.stop_properly_penalty_coef * reward, reward)
+    elif shaping.enabled:
+        # The soft overlong punishment of DAPO (arXiv:2503.14476).
+        free = shaping.max_response_length - shaping.overlong_buffer_length
+        share = (batch.response_lengths - free) / shaping.overlong_buffer_length
+        reward = reward - shaping.overlong_buffer_penalty * share.clamp(0, 1)
+    limit = ppo.cliprange_reward
+    return reward if limit is None else reward.clamp(-limit, limit)
+
+
+def token_rewards(batch: RolloutBatch, ppo: PPOConfig, loss_fn: LossConfig) -> RolloutBatch:
+    """Fill `rewards` [T]: scores, shaped, less the KL where it is charged in the reward."""
     rewards = batch.token_scores.clone()
+    rewards[batch.last_selected()] += (shaped(batch, ppo) - batch.raw_reward.double()).float()
     if loss_fn.use_kl_in_reward and loss_fn.reference_policy_kl_penalty:
         kl = fastppo.kl_divergence(batch.old_logprobs, batch.ref_logprobs, loss_fn.reference_policy_kl_type)
         rewards -= loss_fn.reference_policy_kl_penalty * torch.where(batch.mask, kl, 0.0)

@@ -76,6 +76,11 @@ class RolloutBatch:
         """[T] int64: place of each token in its own sequence."""
         return torch.arange(self.tokens.numel()) - self.cu_seqlens[:-1][self.sequence_ids]
 
+    @property
+    def response_lengths(self) -> Tensor:
+        """[B] int64: trained tokens, of all turns."""
+        return torch.zeros(len(self), dtype=torch.int64).index_add(0, self.sequence_ids, self.mask.long())
+
     def last_selected(self) -> Tensor:
         """[B] int64: packed index of each sequence's last response token. Every sequence has one."""
         index = torch.where(self.mask, torch.arange(self.tokens.numel()), -1)

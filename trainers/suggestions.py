@@ -41,16 +41,15 @@ ELSEWHERE = {
 def suggest(key: str, known: Iterable[str]) -> list[str]:
     """The keys that were probably meant, best first; none if nothing is near.
 
-    The same last part in another block comes first (a moved or forgotten block), then what other trainers call it, then
-    spelling: of the whole key, or (which says less) of its last part.
+    What other trainers call so comes first, then the same last part in another block (a moved or forgotten block); where
+    there is neither, spelling: of the whole key, or (which says less) of its last part.
     """
     known = list(known)
     last = last_part(key)
-    same = [name for name in known if last_part(name) == last]
-    if same:
-        return best([(similarity(key, name), name) for name in same])
-    if ELSEWHERE.get(last) in known:
-        return [ELSEWHERE[last]]
+    elsewhere = [name for name in [ELSEWHERE.get(last)] if name in known]
+    same = [(similarity(key, name), name) for name in known if last_part(name) == last]
+    if elsewhere or same:
+        return [*elsewhere, *best(same)][:MAX_SUGGESTIONS]
     scored = [(max(similarity(key, name), 0.9 * similarity(last, last_part(name))), name) for name in known]
     return best([(score, name) for score, name in scored if score >= 0.7])
 
