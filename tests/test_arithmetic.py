@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from trainers.arithmetic import RANGES, ConfigError, check
+from trainers.arithmetic import ConfigError, check
 from trainers.cli import load_config
 from trainers.config import PPOTrainerConfig, walk
 from trainers.config_types import base_type
+from trainers.ranges import RANGES
 
 
 def refused(*overrides: str) -> str:

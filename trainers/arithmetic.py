@@ -7,7 +7,7 @@ adjusted in place: a batch size that does not fit is an error, never rounded. Im
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from trainers.config import PPOTrainerConfig, walk
 from trainers.config_types import expected, fits, named, one_of, shown
 from trainers.environments import nearest
+from trainers.ranges import RANGES
 
 
 class ConfigError(ValueError):
@@ -126,80 +127,6 @@ def check(config: PPOTrainerConfig) -> BatchPlan:
         value_batch=config.value.train_global_batch_size if local else None,
         value_micro_batch=config.value.train_micro_batch_size if local else None,
     )
-
-
-Rule = tuple[str, Callable[[Any], bool]]
-POSITIVE: Rule = ("> 0", lambda x: x > 0)
-NOT_NEGATIVE: Rule = (">= 0", lambda x: x >= 0)
-AT_LEAST_1: Rule = (">= 1", lambda x: x >= 1)
-SHARE: Rule = ("from 0 to 1", lambda x: 0 <= x <= 1)
-FINITE: Rule = ("that is finite", lambda x: True)
-SEED: Rule = ("from 0 to 2**63 - 1", lambda x: 0 <= x < 2**63)
-
-OPTIMIZER: dict[str, Rule] = {
-    "optimizer.lr": NOT_NEGATIVE,
-    "optimizer.eps": POSITIVE,
-    "optimizer.weight_decay": NOT_NEGATIVE,
-    "optimizer.max_grad_norm": NOT_NEGATIVE,
-    "scheduler.warmup_steps": NOT_NEGATIVE,
-    "scheduler.decay_steps": AT_LEAST_1,
-    "scheduler.min_lr_ratio": SHARE,
-}
-
-# Every number of the tree; a value of None (an option that is off) passes.
-RANGES: dict[str, Rule] = {
-    **{f"policy.{key}": rule for key, rule in OPTIMIZER.items()},
-    **{f"value.{key}": rule for key, rule in OPTIMIZER.items()},
-    "policy.generation.max_new_tokens": AT_LEAST_1,
-    "policy.generation.temperature": POSITIVE,
-    "policy.generation.max_batch_size": AT_LEAST_1,
-    "policy.num_layers_unfrozen": ("-1 (everything) or >= 1", lambda x: x == -1 or x >= 1),
-    "policy.train_global_batch_size": AT_LEAST_1,
-    "policy.train_micro_batch_size": AT_LEAST_1,
-    "policy.logprob_batch_size": AT_LEAST_1,
-    "value.loss_coef": NOT_NEGATIVE,
-    "value.num_layers_unfrozen": ("-1 (everything) or >= 0", lambda x: x >= -1),
-    "value.train_global_batch_size": AT_LEAST_1,
-    "value.train_micro_batch_size": AT_LEAST_1,
-    "loss_fn.ratio_clip_min": POSITIVE,
-    "loss_fn.ratio_clip_max": POSITIVE,
-    "loss_fn.ratio_clip_c": ("> 1", lambda x: x > 1),
-    "loss_fn.entropy_bonus": NOT_NEGATIVE,
-    "loss_fn.norm_length": POSITIVE,
-    "loss_fn.reference_policy_kl_penalty": NOT_NEGATIVE,
-    "value_loss_fn.scale": POSITIVE,
-    "value_loss_fn.cliprange": POSITIVE,
-    "env.seed": SEED,
-    "env.size": AT_LEAST_1,
-    "data.max_prompt_length": AT_LEAST_1,
-    "ppo.num_prompts_per_step": AT_LEAST_1,
-    "ppo.num_generations_per_prompt": AT_LEAST_1,
-    "ppo.ppo_epochs": AT_LEAST_1,
-    "ppo.max_num_steps": NOT_NEGATIVE,
-    "ppo.max_num_epochs": AT_LEAST_1,
-    "ppo.adv_estimator.gae_lambda": SHARE,
-    "ppo.adv_estimator.gae_lambda_policy": SHARE,
-    "ppo.adv_estimator.gae_lambda_value": SHARE,
-    "ppo.adv_estimator.length_adaptive_alpha": POSITIVE,
-    **{f"ppo.reward_scaling.{side}_{end}": FINITE for side in ("source", "target") for end in ("min", "max")},
-    "ppo.reward_shaping.max_response_length": AT_LEAST_1,
-    "ppo.reward_shaping.overlong_buffer_length": AT_LEAST_1,
-    "ppo.reward_shaping.overlong_buffer_penalty": NOT_NEGATIVE,
-    "ppo.reward_shaping.stop_properly_penalty_coef": SHARE,
-    "ppo.cliprange_reward": POSITIVE,
-    "ppo.adv_estimator.gae_gamma": SHARE,
-    "ppo.max_first_ratio_error": POSITIVE,
-    "ppo.val_period": NOT_NEGATIVE,
-    "ppo.max_val_samples": AT_LEAST_1,
-    "ppo.seed": SEED,
-    "logger.report_period": NOT_NEGATIVE,
-    "logger.num_samples_to_print": NOT_NEGATIVE,
-    "logger.samples_period": AT_LEAST_1,
-    "logger.num_inspected_samples": NOT_NEGATIVE,
-    "cluster.num_threads": AT_LEAST_1,
-    "checkpointing.save_period": AT_LEAST_1,
-    "checkpointing.keep_last_k": NOT_NEGATIVE,
-}
 
 
 def check_model(config: Any, model: Any, longest_prompt: int) -> None:

@@ -41,8 +41,8 @@ ELSEWHERE = {
 def suggest(key: str, known: Iterable[str]) -> list[str]:
     """The keys that were probably meant, best first; none if nothing is near.
 
-    What other trainers call so comes first, then the same last part in another block (a moved or forgotten block); where
-    there is neither, spelling: of the whole key, or (which says less) of its last part.
+    What other trainers call so comes first, then the same last part in another block (a moved or forgotten block);
+    where there is neither, spelling: of the whole key, or (which says less) of its last part.
     """
     known = list(known)
     last = last_part(key)
