@@ -1,5 +1,7 @@
 """The PPO trainer as a whole: it learns, it resumes bit for bit, it stops as it should."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -19,10 +21,10 @@ from trainers import train
 from trainers.logger import METRICS
 from trainers.ppo import PPOTrainer
 from trainers.rewards import RewardError
-from trainers.run import TrainingError
+from trainers.run import Run, TrainingError
 
 LOCAL = {"value__train_global_batch_size": 8, "value__train_micro_batch_size": 8}
-TIMES = ("time", "timing_s/", "perf/throughput", "perf/time_per_step", "perf/max_memory_rss_gb")
+TIMES = ("time", "timing_s/", "perf/throughput", "perf/time_per_step", "perf/max_memory")
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -461,6 +463,24 @@ def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, number):
     assert 3 <= last < 100
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{last}"]
     assert f"{number.name}: finishing this step" in rest
+
+
+def test_a_signal_in_the_middle_of_a_print(tmp_path):
+    """stdout's buffer is being written when the handler runs: it must not be entered again."""
+    run = Run(tiny.config(logger__run_dir=str(tmp_path / "run")), "ppo")
+
+    class Interrupted(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            signal.raise_signal(signal.SIGTERM)
+            return len(data)
+
+    text = io.TextIOWrapper(io.BufferedWriter(Interrupted()), write_through=True)
+    with run, contextlib.redirect_stdout(text):
+        print("step 1", flush=True)
+    assert run.stopping
 
 
 def test_a_second_signal_leaves_at_once(tmp_path):

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib import import_module
@@ -144,9 +144,10 @@ class Run:
         if self.stopping:
             raise SystemExit(128 + number)
         self.stopping = True
-        print(
-            f"\n{signal.Signals(number).name}: finishing this step, then saving; once more to leave at once", flush=True
-        )
+        # Not by print: the signal may have come in the middle of one, and a buffer cannot be entered twice.
+        name = signal.Signals(number).name
+        with suppress(OSError):
+            os.write(2, f"\n{name}: finishing this step, then saving; once more to leave at once\n".encode())
 
 
 def run_folder(config: PPOTrainerConfig, algorithm: str) -> Path:
