@@ -1,11 +1,12 @@
 """linear_logprob over a vocabulary on two or more GPUs of a host, beside what it is made of: a rank's bare products,
-the sum of dhidden over ranks alone, and the op where neither runs under the other. Device time, the slowest rank's,
-median of 11 calls.
+the sum of dhidden over ranks alone, and `save` with that sum begun only after the last product (no overlap). Device
+time, the slowest rank's, median of 11 calls.
 
     python benchmarks/run_ranks.py
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -97,5 +98,8 @@ def worker(rank: int, ranks: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
+    ranks = torch.cuda.device_count()
+    if ranks < 2 or V % ranks:
+        sys.exit(f"needs two or more GPUs, as many as divide {V} columns; torch sees {ranks}")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(torch.cuda.device_count(), folder), nprocs=torch.cuda.device_count())
+        mp.spawn(worker, args=(ranks, folder), nprocs=ranks)

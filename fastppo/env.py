@@ -13,7 +13,14 @@ from fastppo import _build
 from fastppo.backends import KERNELS, resolve
 
 PACKAGES = ("numpy", "triton", "transformers", "accelerate", "safetensors", "omegaconf")
-VARIABLES = ("FASTPPO_CHECK", "FASTPPO_CPU_ISA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET")
+VARIABLES = (
+    "FASTPPO_CHECK",
+    "FASTPPO_CPU_ISA",
+    "FASTPPO_SAVE_LIMIT",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+)
 
 
 def report() -> str:
@@ -78,6 +85,8 @@ def _backends() -> Iterator[tuple[str, str]]:
     for op in KERNELS:
         for device in devices:
             backend, why = resolve(op, "auto", device, torch.float32)
+            if (op, backend) == ("linear_logprob", "cuda"):
+                backend, why = "cuda, else triton", "half precision, no bias or softcap, where logits are not kept"
             yield f"{op} on {device}", f"{backend} ({why})"
 
 

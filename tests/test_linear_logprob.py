@@ -607,6 +607,9 @@ HEAD = make_head(6, 5)
 ERRORS = {
     "hidden_list": ({"hidden": [1.0]}, TypeError, "hidden must be a torch.Tensor, got list"),
     "hidden_dim": ({"hidden": torch.zeros(6, 7)}, ValueError, "hidden must have weight's D=8 as last dimension.*6, 7"),
+    "transposed": ({"weight": torch.zeros(8, 5)}, ValueError, r"weight must be \[V, D\], not its transpose.*8, 5"),
+    "no_numbers": ({"weight": torch.zeros(5, 0)}, ValueError, r"weight must have D of at least 1.*5, 0"),
+    "cuda_on_a_cpu": ({"backend": "cuda"}, RuntimeError, "linear_logprob has no such kernel for cpu"),
     "weight_dim": ({"weight": torch.zeros(8)}, ValueError, r"weight must have shape \[V, D\], got \[8\]"),
     "weight_empty": ({"weight": torch.zeros(0, 8)}, ValueError, "weight must have at least one row"),
     "weight_integer": ({"weight": torch.zeros(5, 8).long()}, TypeError, "weight must be one of float16.*got int64"),

@@ -13,6 +13,7 @@ from torch import Tensor
 import fastppo
 from fastppo import PPO_METRICS, linear_logprob, linear_loss, linear_ppo_loss
 from fastppo.ops import _linear
+from fastppo.ops.linear_loss import default_chunk
 from fastppo.reference.linear_loss import linear_loss as plain_loss
 from fastppo.reference.linear_ppo_loss import linear_ppo_loss as plain_ppo_loss
 from fastppo.testing import assert_bitwise_equal, assert_no_worse, make_loss_inputs
@@ -272,6 +273,29 @@ def test_a_sequence_longer_than_a_chunk_is_said_and_right():
         run_ppo(linear_ppo_loss, head, x, chunk_tokens=4)  # a loss of tokens has no need of it
     for name, a, b in zip(NAMES, got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_the_default_chunk():
+    """On a GPU 151936 columns are cut at 3533 rows, but where a float32 dweight would take what that saves."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+
+    def chunk(count, trained, device=gpu, *, even=True, columns=151936):
+        return default_chunk(count, columns, trained, device, even=even)
+
+    assert chunk(3533, 0) == 3533
+    assert chunk(3533 + 4096, 4096) == 3533 + 4096
+    assert chunk(3533 + 4097, 4096) == 3815  # two parts
+    assert chunk(7000, 0) == 3500 and chunk(7000, 0, even=False) == 3533
+    assert chunk(600, 4096, cpu) == chunk(600, 0, cpu) == 300
+    assert chunk(0, 4096) == 1
+
+
+@pytest.mark.parametrize("result", [1, 3], ids=["one", "three"])
+def test_loss_fn_must_return_a_pair(result):
+    head, x = problem()
+    total = torch.zeros(())
+    with pytest.raises(TypeError, match=r"loss_fn must return a pair \(loss, metrics\), got (Tensor|tuple)"):
+        linear_loss(*head[:2], head.targets, lambda *_: total if result == 1 else (total,) * 3)
 
 
 def test_the_number_of_products(monkeypatch):

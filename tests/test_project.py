@@ -110,8 +110,30 @@ def test_both_forms_of_the_readme_give_the_same_loss_and_gradient():
     assert grad.abs().max() > 1e-3
 
 
-def test_the_readme_trains_on_a_model_and_reward_of_ones_own(tmp_path, monkeypatch):
+def test_the_readmes_linear_ops_give_the_loss_of_whole_logits():
     code = blocks("python")[2]
+    assert "linear_logprob" in code and "linear_ppo_loss" in code
+    head = torch.nn.Linear(6, 11, bias=False)
+    hidden, mask = torch.randn(3, 7, 6, requires_grad=True), torch.rand(3, 7) < 0.7
+    given = {"targets": torch.randint(11, (3, 7)), "old_logprobs": torch.randn(3, 7) - 2}
+    given |= {"advantages": torch.randn(3, 7), "mask": mask}
+    scope = {"fastppo": fastppo, "hidden": hidden, "lm_head": head, **given}
+    exec(code, scope)
+    logprobs, entropy = fastppo.logprob(head(hidden), given["targets"])
+    expected = fastppo.ppo_loss(
+        logprobs, given["old_logprobs"], given["advantages"], mask=mask, entropy=entropy, ent_coef=0.01
+    ).loss
+    torch.testing.assert_close(scope["loss"], expected)
+    for got, right in zip(
+        torch.autograd.grad(scope["loss"], (hidden, head.weight)),
+        torch.autograd.grad(expected, (hidden, head.weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+
+
+def test_the_readme_trains_on_a_model_and_reward_of_ones_own(tmp_path, monkeypatch):
+    code = blocks("python")[3]
     assert code.count('"/models/mine"') == 1 and code.count('"ppo.max_num_steps": 50') == 1
     code = code.replace('"/models/mine"', '"tiny-llama"').replace('"ppo.max_num_steps": 50', '"ppo.max_num_steps": 1')
     monkeypatch.chdir(tmp_path)

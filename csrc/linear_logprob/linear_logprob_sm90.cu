@@ -1,9 +1,9 @@
 // The head's product with its statistics, or the logits' gradient, taken from the float32 results in registers.
 //
 // Persistent blocks, in clusters of two: the two have the same 256 columns of the vocabulary and neighbouring 128 rows,
-// and each fetches half of the weight's tile for both. One thread of a block keeps the copy engine four stages of 64 of
-// the D numbers ahead; two warpgroups multiply 64 rows each and then do what follows with them. They meet nowhere but
-// in the stages: one's exponentials run while the other multiplies.
+// and each fetches half of the weight's tile for both. One thread of a block keeps TMA, which copies tiles, four stages
+// of 64 of the D numbers ahead; two warpgroups multiply 64 rows each and then do what follows with them. They meet
+// nowhere but in the stages: one's exponentials run while the other multiplies.
 //
 // Every element is summed over D in the same order wherever its column stands: forward and backward form the same bits.
 #include <algorithm>
@@ -192,7 +192,7 @@ __device__ __forceinline__ void write_tile(const float (&d)[kValues], Place plac
       store_matrices(line + ((group + lane / 16) ^ (row % 8)) * 8, pack<T>(x[0], x[1]), pack<T>(x[2], x[3]),
                      pack<T>(x[4], x[5]), pack<T>(x[6], x[7]));
     }
-    fence_for_copy_engine();
+    fence_for_tma();
     if (thread == 0) wait_for_boxes_read();  // the piece before: its buffer is the next piece's
     block_barrier_wait(1 + warpgroup, kWarpgroup);
     if (thread == 0) write_box(out, buffers[piece % 2], place.column + piece * kPiece, place.first_row);

@@ -1,4 +1,4 @@
-// Hopper's own instructions (sm_90a), one function each: barriers in shared memory, the copy engine, the tensor cores.
+// Hopper's own instructions (sm_90a), one function each: barriers in shared memory, TMA, the tensor cores.
 #pragma once
 
 #include <cuda.h>
@@ -63,7 +63,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// --- the copy engine: a box of a tensor whose inner coordinate is x and outer one y; outside of it are zeros ---
+// --- TMA, the tensor memory accelerator: a box of a tensor whose inner coordinate is x and outer one y; outside of it
+// are zeros ---
 
 __device__ __forceinline__ void copy_box(const CUtensorMap* map, void* to, uint64_t* barrier, int x, int y) {
   asm volatile(
@@ -92,7 +93,7 @@ __device__ __forceinline__ void write_box(const CUtensorMap* map, const void* fr
       : "memory");
 }
 
-__device__ __forceinline__ void fence_for_copy_engine() {
+__device__ __forceinline__ void fence_for_tma() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -124,7 +125,7 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// An operand tile of rows of 128 bytes, swizzled by 128 bytes as the copy engine leaves it; 8 rows are 1024 bytes.
+// An operand tile of rows of 128 bytes, swizzled by 128 bytes as TMA leaves it; 8 rows are 1024 bytes.
 __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
   return (static_cast<uint64_t>(shared_address(tile) & 0x3FFFF) >> 4) | (uint64_t{1} << 16) | (uint64_t{64} << 32) |
          (uint64_t{1} << 62);

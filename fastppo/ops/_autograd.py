@@ -34,5 +34,5 @@ def refuse_double_backward(op: str) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             f'{op} has no second derivative on this backend (create_graph=True, torch.func): use backend="torch", '
-            "without a vocab, inplace_backward or weight_grad_into"
+            "without a vocab and without what backward writes into (inplace_backward, weight_grad_into)"
         )

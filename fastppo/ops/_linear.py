@@ -460,7 +460,11 @@ def check_head(
     if weight.shape[1] == 0:
         raise ValueError(f"weight must have D of at least 1, got shape {list(weight.shape)}")
     if hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"hidden must have weight's D={weight.shape[1]} as last dimension, got {list(hidden.shape)}")
+        turned = hidden.dim() >= 1 and hidden.shape[-1] == weight.shape[0]
+        raise ValueError(
+            f"hidden must have weight's D={weight.shape[1]} as last dimension, got {list(hidden.shape)}"
+            + (f": weight must be [V, D], not its transpose, got {list(weight.shape)}" if turned else "")
+        )
     check_choice("reduce_dhidden", reduce_dhidden, REDUCTIONS)
     expected = list(hidden.shape[:-1])
     shared = gathers_hidden(vocab, reduce_dhidden)
@@ -508,7 +512,7 @@ def check_head(
     if backend == "cuda":
         from fastppo.ops._linear_sm90 import problem
 
-        resolve("linear_logprob", backend, hidden.device, product)
+        resolve("linear_logprob", backend, hidden.device, torch.bfloat16)  # whether it runs on this device
         why = problem(head, hidden.shape[-1], bias is not None)
         if why:
             raise RuntimeError(

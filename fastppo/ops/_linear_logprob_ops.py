@@ -121,7 +121,7 @@ def _block(buffer: Tensor, rows: int, columns: slice) -> Tensor:
 
 
 def _row_stride(columns: int) -> int:
-    """Rows begin at multiples of 16 bytes, which products and the copy engine are faster with or need."""
+    """Rows begin at multiples of 16 bytes, which products and TMA are faster with or need."""
     return -(-columns // 8) * 8
 
 

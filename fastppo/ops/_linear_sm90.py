@@ -108,7 +108,7 @@ def per_row(temperature: Tensor | None) -> Tensor | None:
 
 
 def fetchable(x: Tensor) -> Tensor:
-    """x [rows, D], or a copy where its rows are not as the copy engine needs them."""
+    """x [rows, D], or a copy where its rows are not as TMA needs them."""
     rows_apart = x.stride(0) if x.shape[0] > 1 else x.shape[1]
     fits = x.stride(1) == 1 and rows_apart >= x.shape[1] and rows_apart * x.element_size() % ALIGNMENT == 0
     return x if fits and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)

@@ -215,15 +215,15 @@ def linear_loss(
     if cu_seqlens is not None:
         counted = selected if isinstance(chosen, Tensor) else torch.ones_like(selected)
         cu_seqlens = F.pad(counted.cumsum(0), (1, 0))[cu_seqlens.long()]
-    if chunk_tokens is None:
-        columns = columns_of_a_rank(inputs.head, vocab)
-        # Even parts, but where sequences are to fit, which cut unevenly anyway.
-        chunk_tokens = (
-            chunk_rows(count_of(chosen), columns, targets.device)
-            if cu_seqlens is None
-            else usual_rows(columns, targets.device)
-        )
     wanted = torch.is_grad_enabled()
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk(
+            count_of(chosen),
+            columns_of_a_rank(inputs.head, vocab),
+            hidden.shape[-1] if wanted and weight.requires_grad else 0,
+            targets.device,
+            even=cu_seqlens is None,
+        )
     work = _Work(
         inputs=inputs,
         vocab=vocab,
@@ -398,7 +398,10 @@ def _coefficients(
         given["cu_seqlens"] = cu_seqlens
     leaves = [x.detach().clone().requires_grad_(wanted) for x in (logprobs, entropy) if x is not None]
     with torch.set_grad_enabled(wanted):
-        loss, metrics = work.loss_fn(leaves[0], leaves[1] if len(leaves) == 2 else None, given)
+        result = work.loss_fn(leaves[0], leaves[1] if len(leaves) == 2 else None, given)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError(f"loss_fn must return a pair (loss, metrics), got {type(result).__name__}")
+    loss, metrics = result
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn must return (loss, metrics) with a 0-dim loss, got {got}")
@@ -509,6 +512,19 @@ def _say_four_products() -> None:
         "formed twice (four products instead of three); raise chunk_tokens if memory allows",
         stacklevel=2,
     )
+
+
+def default_chunk(count: int, columns: int, trained: int, device: torch.device, *, even: bool) -> int:
+    """Rows of a chunk of `count`; `trained` is D of a head that is trained, else 0.
+
+    On a GPU several chunks need dweight in float32, V x D x 2 bytes more than one chunk: as much as the logits of D
+    rows. All at once where that would be all they save.
+    """
+    usual = usual_rows(columns, device)
+    if device.type != "cpu" and count <= usual + trained:
+        return max(count, 1)
+    # Even parts, but where sequences are to fit, which cut unevenly anyway.
+    return chunk_rows(count, columns, device) if even else usual
 
 
 def _chosen(selected: Tensor, num_rows: int | None) -> slice | Tensor:
