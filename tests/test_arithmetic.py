@@ -139,6 +139,8 @@ BOUNDS = {
     "ppo.num_prompts_per_step": (["0"], ["2"]),
     "ppo.ppo_epochs": (["0"], ["2"]),
     "ppo.max_num_steps": (["-1"], ["0"]),
+    "ppo.policy_training_start_step": (["0"], ["1"]),
+    "ppo.target_kl": (["0", "-1"], ["0.01", "null"]),
     "ppo.max_num_epochs": (["0"], ["1", "null"]),
     "ppo.max_first_ratio_error": (["0"], ["1"]),
     "ppo.val_period": (["-1"], ["0", "1"]),
@@ -287,6 +289,12 @@ class TestNeeds:
             f"{part}.scheduler.name={name} needs {part}.scheduler.decay_steps, the optimizer steps from the end of the "
             "warm-up to the floor"
         )
+
+    def test_a_warm_up_needs_a_critic_of_its_own(self):
+        assert refused("ppo.policy_training_start_step=2").startswith(
+            "ppo.policy_training_start_step=2 needs value.mode=local"
+        )
+        accepted("ppo.policy_training_start_step=2", "value.mode=local")
 
     def test_a_scaling_needs_a_range(self):
         assert refused("ppo.reward_scaling.enabled=true", "ppo.reward_scaling.source_min=1") == (

@@ -59,6 +59,34 @@ def test_ppo_learns_to_copy(tmp_path, seed):
     assert sum(rewards[-10:]) / 10 > 0.85
 
 
+def test_the_critic_warms_up_alone(tmp_path):
+    """In steps 1 and 2 of 3: the policy's weights, moments and schedule stay as they are."""
+    trainer = PPOTrainer(small(tmp_path, value__mode="local", ppo__policy_training_start_step=3, ppo__max_num_steps=2,
+                               **LOCAL))  # fmt: skip
+    before = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+    critic = [p.detach().clone() for p in trainer.value.model.parameters()]
+    trainer.fit()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
+    assert not all(torch.equal(p, q) for p, q in zip(trainer.value.model.parameters(), critic, strict=True))
+    resumed = PPOTrainer(small(tmp_path, value__mode="local", ppo__policy_training_start_step=3, ppo__max_num_steps=3,
+                               **LOCAL))  # fmt: skip
+    assert [group["lr"] for group in resumed.policy.optimizers["actor"].adamw.param_groups] == [
+        group["lr"] for group in trainer.policy.optimizers["actor"].adamw.param_groups
+    ]
+    resumed.fit()
+    rows = lines(tmp_path)
+    assert [row.get("actor/optimizer_steps", 0) for row in rows] == [0, 0, 2]
+    assert [row["critic/optimizer_steps"] for row in rows] == [2, 2, 2]
+    assert not all(torch.equal(p, before[name]) for name, p in resumed.policy.model.named_parameters())
+
+
+def test_the_policy_stops_where_it_has_moved_too_far_and_the_critic_goes_on(tmp_path):
+    """Before the first update of a rollout k3 is 0, so a second one is always made; both critics' epochs go on."""
+    PPOTrainer(small(tmp_path, value__mode="local", ppo__target_kl=1e-9, ppo__ppo_epochs=2, **LOCAL)).fit()
+    for row in lines(tmp_path):
+        assert (row["actor/optimizer_steps"], row["critic/optimizer_steps"]) == (2, 4)
+
+
 def test_two_runs_of_one_seed_are_equal_and_another_seed_is_not(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         PPOTrainer(small(tmp_path / name, ppo__seed=seed)).fit()
@@ -159,7 +187,7 @@ def test_value_loss_reaches_the_trunk_only_if_asked(tmp_path, detach):
     with torch.no_grad():
         trainer.value.head.linear.weight.fill_(0.1)
     before = [p.clone() for p in trainer.policy.model.parameters()]
-    for minibatch in trainer.policy_minibatches(batch, step=1, epoch=0):
+    for minibatch in trainer.policy_minibatches(batch, [], step=1, epoch=0):
         trainer.policy.train_step(minibatch, trainer.policy_loss)
     moved = any(not torch.equal(a, b) for a, b in zip(before, trainer.policy.model.parameters(), strict=True))
     assert moved is not detach

@@ -12,12 +12,13 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaCo
 import fastppo
 from tests import tiny
 from trainers.advantages import estimate_advantages
-from trainers.batching import count
-from trainers.config import AdvEstimatorConfig, LossConfig, PPOConfig, ValueLossConfig
+from trainers.batching import count, policy_minibatches
+from trainers.config import AdvEstimatorConfig, LossConfig, PolicyConfig, PPOConfig, PPOTrainerConfig, ValueLossConfig
 from trainers.engines import Completion, Sampling
 from trainers.engines.native import NativeEngine, share_parameters
-from trainers.losses import JointLoss, PolicyLoss, SelectedRows, ValueLoss
+from trainers.losses import JointLoss, PolicyLoss, SelectedRows, ValueLoss, ratio_error
 from trainers.metrics import rollout_metrics
+from trainers.optim import StepMetrics
 from trainers.policy.hf import HFPolicy
 from trainers.ppo import PPOTrainer
 from trainers.refit import refit
@@ -540,3 +541,32 @@ def test_after_a_refit_the_engine_scores_as_the_trainer_does(shared):
     assert [c.weight_version for c in after] == [1, 1]
     moved = [a - b for x, y in zip(before, after, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True)]
     assert max(map(abs, moved)) > 0.01
+
+
+def test_the_policys_minibatches():
+    """Four of 4 tokens each; k3 of the last step is a mean over its tokens: 0.02 / 2 = 0.01."""
+    batch = pack([[5]] * 8, [Completion([8, 1], [-1.0] * 2, "stop", 0)] * 8)
+
+    def drawn(k3_sums, **ppo):
+        config = PPOTrainerConfig(policy=PolicyConfig(train_global_batch_size=2), ppo=PPOConfig(**ppo))
+        done: list[StepMetrics] = []
+        for _ in policy_minibatches(batch, config, done, step=3, epoch=0):
+            done.append(StepMetrics({"k3": torch.tensor([k3_sums[len(done)], 2.0])}, {}))
+        return len(done)
+
+    assert drawn([1.0] * 4) == 4
+    assert drawn([0.02, 0.02, 0.02, 0.02], target_kl=0.01) == 4
+    assert drawn([0.0, 0.03, 0.0, 0.0], target_kl=0.01) == 2
+    assert drawn([0.03, 0.0, 0.0, 0.0], target_kl=0.01) == 1
+    assert drawn([0.0] * 4, policy_training_start_step=3) == 4
+    assert drawn([0.0] * 4, policy_training_start_step=4) == 0
+
+
+def test_k3_of_a_step_by_hand():
+    rows = SelectedRows(torch.zeros(2), torch.tensor([0, 2]), 2, 1, {"old_logprobs": torch.tensor([-1.0, -2.0])})
+    got = ratio_error(torch.tensor([-1.5, -1.0]), rows)
+    k3 = [math.exp(-0.5) - 1 + 0.5, math.e - 2]
+    assert got["k3"].tolist() == pytest.approx([sum(k3), 2.0], rel=1e-6)
+    error = [1 - math.exp(-0.5), math.e - 1]
+    assert got["ratio_error"].tolist() == pytest.approx([sum(error), 2.0], rel=1e-6)
+    assert got["ratio_error_max"].item() == pytest.approx(error[1], rel=1e-6)

@@ -283,6 +283,11 @@ def needed(config: PPOTrainerConfig) -> Iterator[str]:
             f"loss_fn.reference_policy_kl_gradient=pathwise needs reference_policy_kl_type=k2 or k3, got {kl_type}: "
             "the derivative of that estimate does not pull towards the reference"
         )
+    if config.ppo.policy_training_start_step > 1 and config.value.mode == "shared":
+        yield (
+            f"ppo.policy_training_start_step={config.ppo.policy_training_start_step} needs value.mode=local: a shared "
+            "critic is trained in the policy's optimizer steps"
+        )
     scaling, shaping = config.ppo.reward_scaling, config.ppo.reward_shaping
     if scaling.enabled and scaling.source_min >= scaling.source_max:
         yield (

@@ -196,6 +196,14 @@ class PPOConfig:
     num_prompts_per_step: int = opt(8, "prompts per step")
     num_generations_per_prompt: int = opt(4, "responses per prompt; batch = prompts x responses")
     ppo_epochs: int = opt(1, "passes over each rollout")
+    policy_training_start_step: int = opt(
+        1, "first step in which the policy is trained; a local critic is trained from the start"
+    )
+    target_kl: float | None = opt(
+        None,
+        "leave out the policy's remaining minibatches of a rollout once the last one's mean k3(old, new), in nats a "
+        "token, exceeds this; a local critic goes on; default: off",
+    )
     max_num_steps: int = opt(75, "steps (rollouts) to train", free=True)
     max_num_epochs: int | None = opt(
         None, "passes over the prompts after which the run ends; default: no limit", free=True

@@ -122,10 +122,16 @@ class JointLoss:
 
 @torch.no_grad()
 def ratio_error(logprobs: Tensor, rows: SelectedRows) -> dict[str, Tensor]:
-    """|ratio - 1| over the tokens: its sum and their number, [2] float64, and its maximum.
+    """|ratio - 1| over the tokens, its sum and their number, [2] float64, and its maximum; and the same sum of k3.
 
-    In the first minibatch of a rollout it is how far the trainer's log-probs are from those it scored a moment ago.
+    In the first minibatch of a rollout it is how far the trainer's log-probs are from those it scored a moment ago. k3,
+    ratio - 1 - log ratio, estimates the KL of the policy that sampled to the one that is trained.
     """
-    error = (logprobs - rows.fields["old_logprobs"]).exp().sub(1).abs().double()
-    largest = error.max() if error.numel() else error.new_zeros(())
-    return {"ratio_error": torch.stack([error.sum(), error.new_tensor(error.numel())]), "ratio_error_max": largest}
+    moved = (logprobs - rows.fields["old_logprobs"]).double()
+    error, k3 = moved.expm1().abs(), moved.expm1() - moved
+    count, largest = error.new_tensor(error.numel()), error.max() if error.numel() else error.new_zeros(())
+    return {
+        "ratio_error": torch.stack([error.sum(), count]),
+        "ratio_error_max": largest,
+        "k3": torch.stack([k3.sum(), count]),
+    }

@@ -50,6 +50,7 @@ def update_metrics(policy: list[StepMetrics], value: list[StepMetrics]) -> dict[
         if steps:
             metrics[f"{kind}/grad_norm"] = sum(step["grad_norm"] for step in steps) / len(steps)
             metrics[f"{kind}/lr"] = steps[-1]["lr"]
+            metrics[f"{kind}/optimizer_steps"] = float(len(steps))
             metrics[f"{kind}/skipped_steps"] = sum(step["skipped"] for step in steps)
     metrics.pop("actor/entropy", None)  # that of the rollout is exact over the whole batch before any update
     if policy:

@@ -24,7 +24,7 @@ from trainers import checkpoint, rewards
 from trainers.advantages import estimate_advantages
 from trainers.arithmetic import check, check_model
 from trainers.backbone import model_facts, pick_device, pick_dtype
-from trainers.batching import minibatches
+from trainers.batching import policy_minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
 from trainers.config import PPOTrainerConfig
 from trainers.engines.native import NativeEngine, share_parameters
@@ -119,7 +119,7 @@ class PPOTrainer:
                         for minibatch in self.value.minibatches(batch, seed=cfg.seed, step=step, epoch=epoch):
                             value_steps.append(self.value.train_step(minibatch, self.value_loss))
                     with self.run.timer("update_actor"):
-                        for minibatch in self.policy_minibatches(batch, step=step, epoch=epoch):
+                        for minibatch in self.policy_minibatches(batch, policy_steps, step=step, epoch=epoch):
                             policy_steps.append(self.policy.train_step(minibatch, self.policy_loss))
                 self.progress.step = step
                 moved = self.refit()
@@ -169,9 +169,8 @@ class PPOTrainer:
             charged = rewards.token_rewards(batch, self.config.ppo, self.config.loss_fn)
             return estimate_advantages(charged, self.config.ppo)
 
-    def policy_minibatches(self, batch: RolloutBatch, *, step: int, epoch: int):
-        size = self.config.policy.train_global_batch_size
-        return minibatches(batch, size, seed=self.config.ppo.seed, step=step, epoch=epoch)
+    def policy_minibatches(self, batch: RolloutBatch, done: list[StepMetrics], *, step: int, epoch: int):
+        return policy_minibatches(batch, self.config, done, step=step, epoch=epoch)
 
     def refit(self) -> int:
         with self.run.timer("update_weights"):

@@ -50,6 +50,8 @@ RANGES: dict[str, Rule] = {
     "ppo.num_prompts_per_step": AT_LEAST_1,
     "ppo.num_generations_per_prompt": AT_LEAST_1,
     "ppo.ppo_epochs": AT_LEAST_1,
+    "ppo.policy_training_start_step": AT_LEAST_1,
+    "ppo.target_kl": POSITIVE,
     "ppo.max_num_steps": NOT_NEGATIVE,
     "ppo.max_num_epochs": AT_LEAST_1,
     "ppo.adv_estimator.gae_lambda": SHARE,

@@ -114,9 +114,7 @@ class Run:
                 f"the first minibatch's mean |ratio - 1| is {error:.3g}, above ppo.max_first_ratio_error={limit}: the "
                 "log-probs that the trainer computes are not those it scored the rollout with"
             )
-        steps = self.config.ppo.num_prompts_per_step * self.config.ppo.num_generations_per_prompt
-        steps = steps // self.config.policy.train_global_batch_size * self.config.ppo.ppo_epochs
-        skipped = metrics.get("actor/skipped_steps", 0.0) >= steps
+        skipped = 0 < metrics.get("actor/optimizer_steps", 0.0) <= metrics["actor/skipped_steps"]
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
         if progress.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise TrainingError(
