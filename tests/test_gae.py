@@ -516,6 +516,7 @@ def whiten_on_rank(rank: int, world: int, folder: str) -> None:
     mask = torch.rand(x.shape, generator=generator) < 0.6
     ours, theirs = whiten_on_cpu(x, mask, group=None), whiten_definition(x, mask)
     torch.save((x, mask, ours, theirs), f"{folder}/{rank}.pt")
+    dist.barrier()  # torch 2.8 can hang in the next line where another rank has left already
     dist.destroy_process_group()
 
 
