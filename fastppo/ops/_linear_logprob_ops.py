@@ -234,10 +234,11 @@ def _backward_by_columns(
     fused = _fuses(hidden, bias, False, head)
     buffer = _buffer(hidden, min(count, plan.rows), plan.columns, head.product if fused else head.logits)
     parts = list(chunks(count, plan.rows))
-    gradient = _fused_gradient if fused else _gradient
-    of_rows = [
-        gradient(product, narrow(rows, part), hidden, targets, temperature, stats, upstream, head) for part in parts
-    ]
+    of_parts = []
+    for part in parts:
+        index = narrow(rows, part)
+        per_row = take(targets, index), take_optional(temperature, index), take(stats, index), take(upstream, index)
+        of_parts.append(_gradient(product, take(hidden, index), *per_row, fused=fused))
     for columns in chunks(head.used, plan.columns):
         total = None
         if needs[1]:
@@ -247,7 +248,7 @@ def _backward_by_columns(
                 # Several chunks of rows are added up in float32 and rounded once.
                 total = dweight[columns] if len(parts) == 1 else dweight[columns].to(head.sums)
         of_bias = stats.new_zeros(columns.stop - columns.start) if dbias is not None else None
-        for part, write in zip(parts, of_rows, strict=True):
+        for part, write in zip(parts, of_parts, strict=True):
             index = narrow(rows, part)
             block = _block(buffer, part.stop - part.start, columns)
             write(block, columns)
@@ -280,40 +281,25 @@ Gradient = Callable[[Tensor, slice], None]
 
 def _gradient(
     product: Product,
-    index: slice | Tensor,
     hidden: Tensor,
     targets: Tensor,
     temperature: Tensor | None,
     stats: Tensor,
     upstream: Tensor,
-    head: Head,
+    *,
+    fused: bool,
 ) -> Gradient:
-    """Logits, turned into dlogits."""
-    per_row = take(targets, index), take_optional(temperature, index), take(stats, index), take(upstream, index)
+    """From logits, which are turned into dlogits, or fused: at once."""
+    head, per_row = product.head, (targets, temperature, stats, upstream)
+    if fused:
+        dlogits = Dlogits(hidden, *per_row, head)
+        return lambda block, columns: dlogits.write(block, product.weight[columns], columns.start)
 
     def write(block: Tensor, columns: slice) -> None:
-        product.logits(take(hidden, index), block, columns)
+        product.logits(hidden, block, columns)
         write_dlogits(block, *per_row, _of_columns(head, columns))
 
     return write
-
-
-def _fused_gradient(
-    product: Product,
-    index: slice | Tensor,
-    hidden: Tensor,
-    targets: Tensor,
-    temperature: Tensor | None,
-    stats: Tensor,
-    upstream: Tensor,
-    head: Head,
-) -> Gradient:
-    """dlogits at once."""
-    dlogits = Dlogits(
-        take(hidden, index), take(targets, index), take_optional(temperature, index),
-        take(stats, index), take(upstream, index), head,
-    )  # fmt: skip
-    return lambda block, columns: dlogits.write(block, product.weight[columns], columns.start)
 
 
 _LIBRARY = torch.library.Library("fastppo", "FRAGMENT")
