@@ -46,6 +46,8 @@ def machine_name(model: str | None = None, num_cores: int | None = None, isa_nam
 def card() -> str:
     import torch
 
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no CUDA device")
     return torch.cuda.get_device_name()
 
 

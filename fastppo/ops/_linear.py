@@ -2,9 +2,8 @@
 
 Legend: N rows (tokens), n rows of a chunk, D hidden size, V columns of this rank, of which `Head.used` are real ids.
 
-On a CPU the product costs the same per row from 256 rows on (49152 x 576, bfloat16 and float32: within 1 % of 512
-rows, and 7 to 17 % more at 128), so a chunk is about that many rows, or as many as 2^23 logits make where the
-vocabulary is small.
+On a CPU the products of logits and dhidden cost the same per row from 256 rows on (docs/kernels/linear_logprob.md), so
+a chunk is about that many rows, or as many as 2^23 logits make where the vocabulary is small.
 
 On a GPU log-probs come in chunks of columns, of all rows or many: dweight of a chunk is final then, and only dhidden,
 which is smaller, is summed over chunks.
