@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 SETTINGS = [
-    "config=copy",
+    "config=ppo_copy",
     "policy.dtype=bfloat16",
     "policy.train_global_batch_size=64",
     "policy.train_micro_batch_size=16",

@@ -12,7 +12,7 @@ import pytest
 from trainers import cli
 from trainers.arithmetic import ConfigError, check
 from trainers.cli import compare_for_resume, config_yaml, load_config, parse, save_config
-from trainers.config import OptimizerConfig, PPOConfig, PPOTrainerConfig, block, opt, walk
+from trainers.config import OptimizerConfig, PPOConfig, PPOTrainerConfig, ReinforceTrainerConfig, block, opt, walk
 from trainers.config_help import help_text, markdown
 from trainers.settings import RECIPES, recipes
 from trainers.suggestions import ELSEWHERE, suggest
@@ -205,8 +205,9 @@ class TestErrors:
         assert error_of(source=path) == f"config={path}: cannot be read as YAML: No such file or directory"
 
     def test_an_unknown_recipe(self):
-        message = error_of(source="coppy")
-        assert message == "config=coppy: expected a YAML file or a recipe (copy or reasoning_gym); did you mean copy?"
+        message = error_of(source="ppo_coppy")
+        known = "(ppo_copy or ppo_reasoning_gym)"
+        assert message == f"config=ppo_coppy: expected a YAML file or a recipe {known}; did you mean ppo_copy?"
 
     def test_a_source_of_another_kind(self):
         assert error_of(source=3) == "config: expected a dict, a recipe's name, a YAML file or None, got int"
@@ -232,9 +233,9 @@ class TestCommandLine:
             (["zzz"], "zzz: expected key=value; --help lists every key"),
             (["ppo.seed"], "ppo.seed: expected key=value, such as ppo.seed=VALUE"),
             (["seeds"], "seeds: expected key=value, such as env.seed=VALUE"),
-            (["copy"], "copy: expected key=value; write config=copy"),
+            (["ppo_copy"], "ppo_copy: expected key=value; write config=ppo_copy"),
             (["my.yaml"], "my.yaml: expected key=value; write config=my.yaml"),
-            (["config="], "config= has no value: write config=FILE.yaml or a recipe (copy or reasoning_gym)"),
+            (["config="], "config= has no value: write config=FILE.yaml or a recipe (ppo_copy or ppo_reasoning_gym)"),
             (["config=a", "config=b"], "config= is given 2 times: a, b"),
             (["ppo.sed=1"], "there is no setting ppo.sed; did you mean ppo.seed?"),
             (["policy.optimizer.lr=-1"], "policy.optimizer.lr=-1.0: expected a number >= 0"),
@@ -257,13 +258,13 @@ class TestCommandLine:
 
     def test_printed_config_reproduces_the_run(self, tmp_path, capsys):
         odd = 'data.system_prompt=say ${x}, "1e3": ü\n yes'
-        overrides = ["config=copy", "logger.run_dir=1e3", "policy.optimizer.lr=1e-5", "loss_fn.ratio_clip_max=0.28"]
+        overrides = ["config=ppo_copy", "logger.run_dir=1e3", "policy.optimizer.lr=1e-5", "loss_fn.ratio_clip_max=0.28"]
         code, out, err = run_cli(*overrides, "--print-config", capsys=capsys)
         assert (code, err) == (0, "")
         path = tmp_path / "again.yaml"
         path.write_text(out)
-        assert load_config(path) == load_config("copy", overrides[1:])
-        config = load_config("copy", overrides[1:])
+        assert load_config(path) == load_config("ppo_copy", overrides[1:])
+        config = load_config("ppo_copy", overrides[1:])
         config.data.system_prompt = odd
         config.env.params = {"text": "${policy}", "list": ["null", "on", 1, None]}
         save_config(config, path)
@@ -284,13 +285,15 @@ class TestCommandLine:
         assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
 
     def test_recipes_load_and_pass_the_arithmetic(self):
-        assert recipes() == ["copy", "reasoning_gym"]
-        for name in recipes():
-            check(load_config(name))
-        copied = load_config("copy")
+        assert recipes() == ["ppo_copy", "ppo_reasoning_gym"]
+        assert recipes(ReinforceTrainerConfig) == ["reinforce_copy"]
+        for config_class in (PPOTrainerConfig, ReinforceTrainerConfig):
+            for name in recipes(config_class):
+                check(load_config(name, config_class=config_class))
+        copied = load_config("ppo_copy")
         assert (copied.env.name, copied.policy.dtype, copied.policy.generation.ignore_eos) == ("copy", "float32", True)
-        assert load_config("reasoning_gym").data.chat_template is True
-        assert load_config(str(RECIPES / "copy.yaml")) == copied
+        assert load_config("ppo_reasoning_gym").data.chat_template is True
+        assert load_config(str(RECIPES / "ppo_copy.yaml")) == copied
 
 
 class TestResume:
@@ -356,11 +359,15 @@ class TestHelp:
 
     def test_the_docs_are_up_to_date(self):
         path = ROOT / "docs" / "config.md"
-        assert path.read_text() == markdown(PPOTrainerConfig()), "python -m trainers.cli --markdown > docs/config.md"
+        assert path.read_text() == markdown(PPOTrainerConfig(), ReinforceTrainerConfig()), (
+            "python -m trainers.cli --markdown > docs/config.md"
+        )
 
     def test_docs_have_a_row_per_key(self):
-        rows = [line for line in markdown(PPOTrainerConfig()).splitlines() if line.startswith("| `")]
+        page, _, differences = markdown(PPOTrainerConfig(), ReinforceTrainerConfig()).rpartition("## python -m")
+        rows = [line for line in page.splitlines() if line.startswith("| `")]
         assert len(rows) == len(KEYS)
+        assert "| `reinforce.adv_estimator.name` | `rloo` |" in differences
         assert "| `value.mode` | `shared` |" in "\n".join(rows)
         assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
 

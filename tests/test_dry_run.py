@@ -21,7 +21,7 @@ def offline_cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def lines_of(*overrides: str, source: str | None = "copy") -> list[str]:
+def lines_of(*overrides: str, source: str | None = "ppo_copy") -> list[str]:
     return dry_run(load_config(source, overrides)).splitlines()
 
 
@@ -121,12 +121,12 @@ def test_a_device_that_is_not_there():
 
 
 def test_from_the_command_line(capsys):
-    assert answer(parse(["config=copy", "--dry-run"], prog="prog", description=""), prog="prog") is True
+    assert answer(parse(["config=ppo_copy", "--dry-run"], prog="prog", description=""), prog="prog") is True
     assert capsys.readouterr().out.startswith("rollout   16 prompts x 8 responses = 128 sequences a step")
-    arguments = parse(["config=copy", "--dry-run", "policy.model_name=/no/such"], prog="prog", description="")
+    arguments = parse(["config=ppo_copy", "--dry-run", "policy.model_name=/no/such"], prog="prog", description="")
     with pytest.raises(SystemExit) as stop:
         answer(arguments, prog="prog")
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("prog: error: policy.model_name='/no/such'")
-    assert answer(parse(["config=copy"], prog="prog", description=""), prog="prog") is False
+    assert answer(parse(["config=ppo_copy"], prog="prog", description=""), prog="prog") is False
     assert capsys.readouterr().out == ""

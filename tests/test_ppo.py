@@ -165,6 +165,7 @@ def test_checkpoint_is_an_hf_folder_with_the_trained_logits(tmp_path):
 def test_advantages_are_estimated_once_per_rollout(tmp_path, monkeypatch):
     """trlX #202."""
     import trainers.ppo
+    import trainers.trainer
 
     calls = []
     original = trainers.ppo.estimate_advantages
@@ -438,7 +439,7 @@ def command(run_dir: Path, *overrides: str) -> list[str]:
         "policy.train_micro_batch_size": "8",
     }
     written = [f"{key}={value}" for key, value in settings.items()]
-    return [sys.executable, "-m", "trainers.ppo", "config=copy", *written, *overrides]
+    return [sys.executable, "-m", "trainers.ppo", "config=ppo_copy", *written, *overrides]
 
 
 REWARD = '''
@@ -495,7 +496,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, number):
 
 def test_a_signal_in_the_middle_of_a_print(tmp_path):
     """stdout's buffer is being written when the handler runs: it must not be entered again."""
-    run = Run(tiny.config(logger__run_dir=str(tmp_path / "run")), "ppo")
+    run = Run(tiny.config(logger__run_dir=str(tmp_path / "run")))
 
     class Interrupted(io.RawIOBase):
         def writable(self):
@@ -570,11 +571,12 @@ def test_a_reward_that_raises_shows_its_own_traceback_and_how_to_go_on(tmp_path)
 
 def test_auto_dtype_is_measured_once_and_a_resume_keeps_it(tmp_path, monkeypatch):
     import trainers.ppo
+    import trainers.trainer
 
     asked = []
-    monkeypatch.setattr(trainers.ppo, "pick_dtype", lambda name, device: asked.append(name) or torch.bfloat16)
+    monkeypatch.setattr(trainers.trainer, "pick_dtype", lambda name, device: asked.append(name) or torch.bfloat16)
     PPOTrainer(small(tmp_path, policy__dtype="auto", policy__num_layers_unfrozen=1, ppo__max_num_steps=2)).fit()
-    monkeypatch.setattr(trainers.ppo, "pick_dtype", lambda name, device: asked.append(name) or getattr(torch, name))
+    monkeypatch.setattr(trainers.trainer, "pick_dtype", lambda name, device: asked.append(name) or getattr(torch, name))
     trainer = PPOTrainer(small(tmp_path, policy__dtype="auto", policy__num_layers_unfrozen=1, ppo__max_num_steps=4))
     assert asked == ["auto", "bfloat16"] and trainer.policy.dtype == torch.bfloat16 and trainer.progress.step == 2
 

@@ -9,10 +9,10 @@ import torch
 
 from tests import tiny
 from trainers.advantages import estimate_advantages
-from trainers.config import PPOConfig
+from trainers.config_algorithm import LossConfig, PPOConfig
 from trainers.engines import Completion
 from trainers.environments import Prompt, Sample
-from trainers.rewards import RewardError, score, shaped, token_rewards
+from trainers.rewards import RewardError, Rewards, score
 from trainers.rollout import pack
 
 
@@ -67,6 +67,10 @@ def test_scores_per_token_sit_on_their_tokens_and_sum_to_the_raw_reward(form):
     assert scored.raw_reward.tolist() == [6.0, 0.75]
 
 
+def charged(scored, ppo, loss_fn):
+    return Rewards(ppo, loss_fn)(scored, loss_fn.reference_policy_kl_penalty)
+
+
 def test_kl_is_charged_per_token_on_the_response_only():
     scored = score(Answers([1.0, 1.0]), batch())
     nan = math.nan
@@ -77,9 +81,9 @@ def test_kl_is_charged_per_token_on_the_response_only():
     cfg = tiny.config(loss_fn__reference_policy_kl_penalty=0.1).loss_fn
     # k1 = old - ref: 0.5, 0, -0.5 and 2, 0
     expected = torch.tensor([0, 0, -0.05, 0, 1.05, 0, -0.2, 1.0])
-    assert torch.allclose(token_rewards(scored, PPOConfig(), cfg).rewards, expected)
+    assert torch.allclose(charged(scored, PPOConfig(), cfg).rewards, expected)
     in_loss = tiny.config(loss_fn__use_kl_in_reward=False, loss_fn__reference_policy_kl_penalty=0.1).loss_fn
-    assert token_rewards(scored, PPOConfig(), in_loss).rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, 1]
+    assert charged(scored, PPOConfig(), in_loss).rewards.tolist() == [0, 0, 0, 0, 1, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,9 @@ def ppo_settings(**options):
 
 
 def shaped_scores(scores, **options):
-    return shaped(score(Answers(scores), batch()), ppo_settings(**options)).tolist()
+    """After scaling, shaping, normalisation and clipping: what the whole response is paid."""
+    scored = charged(score(Answers(scores), batch()), ppo_settings(**options), LossConfig(use_kl_in_reward=False))
+    return scored.per_sequence(scored.rewards).tolist()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ def test_rewards_are_scaled_then_shaped_then_clipped():
 
 def test_what_shaping_changes_is_paid_on_the_last_token_and_the_raw_reward_stays():
     scored = score(Answers([[0.25, 0.5, 0.25], 2.0]), batch())
-    paid = token_rewards(scored, ppo_settings(cliprange_reward=0.75), tiny.config(
+    paid = charged(scored, ppo_settings(cliprange_reward=0.75), tiny.config(
         loss_fn__reference_policy_kl_penalty=0.0).loss_fn)  # fmt: skip
     assert paid.rewards.tolist() == [0, 0, 0.25, 0.5, 0.0, 0, 0, 0.75]
     assert paid.raw_reward.tolist() == [1.0, 2.0]

@@ -13,7 +13,8 @@ import fastppo
 from tests import tiny
 from trainers.advantages import estimate_advantages
 from trainers.batching import count, policy_minibatches
-from trainers.config import AdvEstimatorConfig, LossConfig, PolicyConfig, PPOConfig, PPOTrainerConfig, ValueLossConfig
+from trainers.config import LossConfig, PolicyConfig, PPOConfig, PPOTrainerConfig, ValueLossConfig
+from trainers.config_algorithm import AdvEstimatorConfig
 from trainers.engines import Completion, Sampling
 from trainers.engines.native import NativeEngine, share_parameters
 from trainers.losses import JointLoss, PolicyLoss, SelectedRows, ValueLoss, ratio_error
@@ -22,7 +23,7 @@ from trainers.optim import StepMetrics
 from trainers.policy.hf import HFPolicy
 from trainers.ppo import PPOTrainer
 from trainers.refit import refit
-from trainers.rewards import token_rewards
+from trainers.rewards import Rewards
 from trainers.rollout import FINISH, pack
 from trainers.value import ScalarHead
 from trainers.value.hf import LocalValue
@@ -332,10 +333,10 @@ def test_each_kl_type_is_charged_in_the_reward(kl_type, kl):
         raw_reward=torch.tensor([1.25]),
     )
     options = {"reference_policy_kl_penalty": 0.2, "reference_policy_kl_type": kl_type}
-    charged = token_rewards(batch, PPOConfig(), LossConfig(**options)).rewards
+    charged = Rewards(PPOConfig(), LossConfig(**options))(batch, 0.2).rewards
     right = [0.0, 0.0, -0.2 * kl[0], 0.25 - 0.2 * kl[1], 1.0 - 0.2 * kl[2]]
     assert charged.tolist() == pytest.approx(right, abs=1e-6)
-    free = token_rewards(batch, PPOConfig(), LossConfig(use_kl_in_reward=False, **options)).rewards
+    free = Rewards(PPOConfig(), LossConfig(use_kl_in_reward=False, **options))(batch, 0.2).rewards
     assert torch.equal(free, batch.token_scores)
 
 

@@ -28,7 +28,7 @@ def config(**overrides: object) -> PPOTrainerConfig:
         "checkpointing.enabled": False,
     }
     settings = quiet | {key.replace("__", "."): value for key, value in overrides.items()}
-    return load_config("copy", [f"{key}={_written(value)}" for key, value in settings.items()])
+    return load_config("ppo_copy", [f"{key}={_written(value)}" for key, value in settings.items()])
 
 
 def _written(value: object) -> str:

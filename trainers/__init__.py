@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainers.config import PPOTrainerConfig
-    from trainers.ppo import PPOTrainer
+    from trainers.config import TrainerConfig
+    from trainers.trainer import Trainer
 
 __all__ = ["train"]
 
@@ -15,13 +15,14 @@ def train(
     model: str | Path = "auto",
     reward_fn: Callable[..., Sequence[float] | Sequence[Sequence[float]]] | None = None,
     prompts: Sequence[str | Mapping[str, Any]] | None = None,
-    config: "PPOTrainerConfig | Mapping[str, Any] | str | Path | None" = None,
+    config: "TrainerConfig | Mapping[str, Any] | str | Path | None" = None,
     *,
+    algorithm: str = "ppo",
     eval_prompts: Sequence[str | Mapping[str, Any]] | None = None,
     metric_fn: Callable[..., Mapping[str, Sequence[float]]] | None = None,
     stop_sequences: Sequence[str] = (),
-) -> "PPOTrainer":
-    """Train a language model by PPO against a Python reward, and return the trainer.
+) -> "Trainer":
+    """Train a language model by PPO or REINFORCE against a Python reward, and return the trainer.
 
     Args:
         model: HF folder or hub id; "auto": SmolLM2-135M.
@@ -29,6 +30,7 @@ def train(
             prompt texts, response texts, and each key of the prompts' metadata. Returns one float a response, or one
             list a response with a float per response token. Default: the environment that `config` names.
         prompts: texts, or mappings with a "prompt" text whose other keys are metadata. Goes with `reward_fn`.
+        algorithm: "ppo" or "reinforce"; a config tree says itself which it is of.
         config: a config tree, a mapping of (nested) settings, or a YAML file; default: the defaults.
         eval_prompts: prompts of `validate()`; default: the training prompts.
         metric_fn: called as `reward_fn` with samples, prompts and outputs; its per-sample lists are averaged and
@@ -41,15 +43,20 @@ def train(
     from dataclasses import replace
 
     from trainers.cli import load_config
-    from trainers.config import EnvConfig, PPOTrainerConfig
+    from trainers.config import CONFIGS, EnvConfig, TrainerConfig
     from trainers.environments.function import FunctionEnvironment, as_prompt
-    from trainers.ppo import PPOTrainer
 
     if (reward_fn is None) != (prompts is None):
         given, missing = ("prompts", "reward_fn") if reward_fn is None else ("reward_fn", "prompts")
         raise ValueError(f"{given} was given without {missing}: a reward function scores prompts of its own")
 
-    settings = config if isinstance(config, PPOTrainerConfig) else load_config(config)
+    if algorithm not in CONFIGS:
+        raise ValueError(f"algorithm must be ppo or reinforce, got {algorithm!r}")
+    settings = config if isinstance(config, TrainerConfig) else load_config(config, config_class=CONFIGS[algorithm])
+    if settings.name == "ppo":
+        from trainers.ppo import PPOTrainer as TrainerClass
+    else:
+        from trainers.reinforce import ReinforceTrainer as TrainerClass
     generation = replace(
         settings.policy.generation, stop_strings=[*settings.policy.generation.stop_strings, *stop_sequences]
     )
@@ -64,7 +71,7 @@ def train(
         # The record says whose reward it was; a resume with another one is refused.
         name = getattr(reward_fn, "__qualname__", type(reward_fn).__qualname__)
         settings = replace(settings, env=EnvConfig(name=f"python:{reward_fn.__module__}.{name}"))
-    trainer = PPOTrainer(
+    trainer = TrainerClass(
         replace(settings, policy=policy),
         environment=environment,
         eval_prompts=[as_prompt(prompt, i) for i, prompt in enumerate(eval_prompts or [])],

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainers.config import PPOTrainerConfig, walk
+from trainers.algorithm_rules import Rule, needed_rules, unused_rules
+from trainers.config import TrainerConfig, walk
 from trainers.config_types import expected, fits, named, one_of, shown
 from trainers.environments import nearest
 from trainers.ranges import RANGES
@@ -34,7 +35,8 @@ class BatchPlan:
     max_steps: int
     policy_batch: int
     policy_micro_batch: int
-    value_batch: int | None  # None: a shared critic, trained in the policy's optimizer steps
+    critic: str | None  # where it lives; None: there is none
+    value_batch: int | None  # None: a shared critic, trained in the policy's optimizer steps, or none
     value_micro_batch: int | None
 
     @property
@@ -94,7 +96,7 @@ class BatchPlan:
                     self.value_steps_per_rollout, self.value_batch, self.value_micro_batch, self.value_micro_batches
                 )
             )
-        else:
+        elif self.critic:
             lines.append("critic    a head on the policy's trunk, trained in the policy's optimizer steps")
         total = f"whole run {counted(self.max_steps, 'step')}, {counted(self.max_steps * self.sequences, 'response')}, "
         total += counted(self.total_policy_steps, "optimizer step") + " of the policy"
@@ -103,7 +105,7 @@ class BatchPlan:
         return "\n".join([*lines, total])
 
 
-def check(config: PPOTrainerConfig) -> BatchPlan:
+def check(config: TrainerConfig) -> BatchPlan:
     """The plan of a run with these settings.
 
     Raises:
@@ -114,18 +116,20 @@ def check(config: PPOTrainerConfig) -> BatchPlan:
     for group in groups:
         if problems := [problem for rule in group for problem in rule(config)]:
             raise ConfigError("\n".join(problems))
-    local = config.value.mode == "local"
+    cfg, critic = config.algorithm, config.critic
+    local = critic if critic is not None and critic.mode == "local" else None
     return BatchPlan(
-        prompts=config.ppo.num_prompts_per_step,
-        responses_per_prompt=config.ppo.num_generations_per_prompt,
-        epochs=config.ppo.ppo_epochs,
+        prompts=cfg.num_prompts_per_step,
+        responses_per_prompt=cfg.num_generations_per_prompt,
+        epochs=cfg.ppo_epochs,
         max_prompt_length=config.data.max_prompt_length,
         max_new_tokens=config.policy.generation.max_new_tokens,
-        max_steps=config.ppo.max_num_steps,
+        max_steps=cfg.max_num_steps,
         policy_batch=config.policy.train_global_batch_size,
         policy_micro_batch=config.policy.train_micro_batch_size,
-        value_batch=config.value.train_global_batch_size if local else None,
-        value_micro_batch=config.value.train_micro_batch_size if local else None,
+        critic=critic.mode if critic else None,
+        value_batch=local.train_global_batch_size if local else None,
+        value_micro_batch=local.train_micro_batch_size if local else None,
     )
 
 
@@ -166,15 +170,17 @@ def wrong_choices(config: Any) -> Iterator[str]:
 
 def out_of_range(config: Any) -> Iterator[str]:
     for key, _, value in walk(config):
-        if key in RANGES and value is not None:
-            words, holds = RANGES[key]
+        rule = RANGES.get(re.sub("^reinforce[.]", "ppo.", key))
+        if rule is not None and value is not None:
+            words, holds = rule
             if not math.isfinite(value) or not holds(value):
                 yield f"{key}={value}: expected a number {words}"
 
 
-def malformed(config: PPOTrainerConfig) -> Iterator[str]:
+def malformed(config: TrainerConfig) -> Iterator[str]:
     """Texts and lists with a form of their own."""
-    for key, optimizer in (("policy", config.policy.optimizer), ("value", config.value.optimizer)):
+    for key, part in trained_parts(config):
+        optimizer = part.optimizer
         if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
             yield f"{key}.optimizer.betas={optimizer.betas}: expected two numbers, each >= 0 and < 1"
     generation = config.policy.generation
@@ -198,62 +204,44 @@ def malformed(config: PPOTrainerConfig) -> Iterator[str]:
         yield f"checkpointing.resume={resume}: expected auto, never or a checkpoint's folder; there is no such folder"
 
 
-def uneven_batches(config: PPOTrainerConfig) -> Iterator[str]:
-    ppo = config.ppo
-    sequences = ppo.num_prompts_per_step * ppo.num_generations_per_prompt
-    trained = [("policy", config.policy)] + ([("value", config.value)] if config.value.mode == "local" else [])
-    for name, part in trained:
+def uneven_batches(config: TrainerConfig) -> Iterator[str]:
+    cfg, name = config.algorithm, config.name
+    sequences = cfg.num_prompts_per_step * cfg.num_generations_per_prompt
+    for key, part in trained_parts(config):
+        if key == "value" and part.mode == "shared":
+            continue
         if sequences % part.train_global_batch_size:
             yield (
-                f"ppo.num_prompts_per_step={ppo.num_prompts_per_step} x ppo.num_generations_per_prompt="
-                f"{ppo.num_generations_per_prompt} = {sequences} sequences a step, which "
-                f"{name}.train_global_batch_size={part.train_global_batch_size} does not divide"
+                f"{name}.num_prompts_per_step={cfg.num_prompts_per_step} x {name}.num_generations_per_prompt="
+                f"{cfg.num_generations_per_prompt} = {sequences} sequences a step, which "
+                f"{key}.train_global_batch_size={part.train_global_batch_size} does not divide"
             )
         if part.train_micro_batch_size > part.train_global_batch_size:
             yield (
-                f"{name}.train_micro_batch_size={part.train_micro_batch_size} is larger than "
-                f"{name}.train_global_batch_size={part.train_global_batch_size}: a micro-batch is a part of the batch "
+                f"{key}.train_micro_batch_size={part.train_micro_batch_size} is larger than "
+                f"{key}.train_global_batch_size={part.train_global_batch_size}: a micro-batch is a part of the batch "
                 "of one optimizer step"
             )
-    if generated_tasks(config) and config.env.size < ppo.num_prompts_per_step:
+    if generated_tasks(config) and config.env.size < cfg.num_prompts_per_step:
         yield (
-            f"env.size={config.env.size} tasks, of which ppo.num_prompts_per_step={ppo.num_prompts_per_step} "
+            f"env.size={config.env.size} tasks, of which {name}.num_prompts_per_step={cfg.num_prompts_per_step} "
             "different ones cannot be drawn"
         )
 
 
-def unused(config: PPOTrainerConfig) -> Iterator[str]:
+def unused(config: TrainerConfig) -> Iterator[str]:
     """Options that were changed from their default and that another option leaves without effect.
 
     Details of something that is switched off as a whole (reports, checkpoints, validation) are let through, so that one
     switch on the command line suffices against a recipe.
     """
-    policy, value, loss = config.policy, config.value, config.loss_fn
-    env, estimator, shaping = config.env.name, config.ppo.adv_estimator, config.ppo.reward_shaping
+    env, critic = config.env.name, config.critic
     own_model = "num_layers_unfrozen train_global_batch_size train_micro_batch_size model_name"
-    rules: list[tuple[bool, str, str]] = [
-        (value.mode == "shared", "value: " + own_model, "value.mode=shared, a head without model and batch of its own"),
-        (value.mode == "local", "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
-        (loss.type in ("reinforce", "sapo"), "loss_fn: ratio_clip_min ratio_clip_max", f"loss_fn.type={loss.type}"),
-        (loss.type not in ("ppo", "gspo"), "loss_fn: ratio_clip_c", f"loss_fn.type={loss.type}"),
-        (loss.aggregation != "token_sum_norm", "loss_fn: norm_length", f"loss_fn.aggregation={loss.aggregation}"),
-        (loss.use_kl_in_reward, "loss_fn: reference_policy_kl_gradient", "loss_fn.use_kl_in_reward=true"),
-        (
-            shaping.enabled and shaping.stop_properly_penalty_coef is not None,
-            "ppo.reward_shaping: max_response_length overlong_buffer_length overlong_buffer_penalty",
-            "ppo.reward_shaping.stop_properly_penalty_coef",
-        ),
-        (
-            estimator.length_adaptive_alpha is not None,
-            "ppo.adv_estimator: gae_lambda_policy",
-            "ppo.adv_estimator.length_adaptive_alpha",
-        ),
-        (
-            estimator.gae_lambda_value is not None
-            and (estimator.gae_lambda_policy is not None or estimator.length_adaptive_alpha is not None),
-            "ppo.adv_estimator: gae_lambda",
-            "ppo.adv_estimator.gae_lambda_value and a lambda of the policy's own",
-        ),
+    shared, local = (critic is not None and critic.mode == mode for mode in ("shared", "local"))
+    rules: list[Rule] = [
+        *unused_rules(config),
+        (shared, "value: " + own_model, "value.mode=shared, a head without model and batch of its own"),
+        (local, "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
         (config.data.prompts is None, "data: prompt_key", "data.prompts=null"),
         (not config.data.chat_template, "data: system_prompt", "data.chat_template=false"),
         (not generated_tasks(config), "env: seed size", f"env.name={env}, which generates no tasks"),
@@ -261,51 +249,28 @@ def unused(config: PPOTrainerConfig) -> Iterator[str]:
         (generated_tasks(config), "data: prompts", f"env.name={env}, which scores only its own tasks"),
         (env == "copy", "data: chat_template", "env.name=copy, whose prompts are token ids"),
         *(
-            (part.scheduler.name == "constant", f"{key}: decay_steps min_lr_ratio", f"{key}.name=constant")
-            for key, part in (("policy.scheduler", policy), ("value.scheduler", value))
+            (
+                part.scheduler.name == "constant",
+                f"{key}.scheduler: decay_steps min_lr_ratio",
+                f"{key}.scheduler.name=constant",
+            )
+            for key, part in trained_parts(config)
         ),
     ]
     default = {key: value for key, _, value in walk(type(config)())}
     now = {key: value for key, _, value in walk(config)}
     for condition, keys, reason in rules:
         block, names = keys.split(": ")
-        for key in (f"{block}.{name}" for name in names.split()):
-            if condition and now[key] != default[key]:
+        every = [key for key in now if key.startswith(f"{block}.")]
+        for key in every if names == "*" else (f"{block}.{name}" for name in names.split()):
+            if condition and key in now and now[key] != default[key]:
                 yield f"{key}={shown(now[key])} has no effect with {reason}: leave it at {shown(default[key])}"
 
 
-def needed(config: PPOTrainerConfig) -> Iterator[str]:
+def needed(config: TrainerConfig) -> Iterator[str]:
     """Options that need another one."""
-    loss, logger = config.loss_fn, config.logger
-    kl_type = loss.reference_policy_kl_type
-    if loss.reference_policy_kl_gradient == "pathwise" and not loss.use_kl_in_reward and kl_type in ("k1", "abs"):
-        yield (
-            f"loss_fn.reference_policy_kl_gradient=pathwise needs reference_policy_kl_type=k2 or k3, got {kl_type}: "
-            "the derivative of that estimate does not pull towards the reference"
-        )
-    if config.ppo.policy_training_start_step > 1 and config.value.mode == "shared":
-        yield (
-            f"ppo.policy_training_start_step={config.ppo.policy_training_start_step} needs value.mode=local: a shared "
-            "critic is trained in the policy's optimizer steps"
-        )
-    scaling, shaping = config.ppo.reward_scaling, config.ppo.reward_shaping
-    if scaling.enabled and scaling.source_min >= scaling.source_max:
-        yield (
-            f"ppo.reward_scaling.source_min={scaling.source_min} must be below ppo.reward_scaling.source_max="
-            f"{scaling.source_max}"
-        )
-    if shaping.enabled and shaping.stop_properly_penalty_coef is None:
-        names = ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
-        if missing := [name for name in names if getattr(shaping, name) is None]:
-            yield (
-                f"ppo.reward_shaping.enabled=true needs ppo.reward_shaping.{missing[0]}, or stop_properly_penalty_coef "
-                "in place of the three that make the overlong penalty"
-            )
-        elif shaping.overlong_buffer_length > shaping.max_response_length:
-            yield (
-                f"ppo.reward_shaping.overlong_buffer_length={shaping.overlong_buffer_length} is longer than "
-                f"ppo.reward_shaping.max_response_length={shaping.max_response_length}"
-            )
+    logger = config.logger
+    yield from needed_rules(config)
     if logger.num_samples_to_print > logger.num_inspected_samples:
         yield (
             f"logger.num_samples_to_print={logger.num_samples_to_print} needs as many logger.num_inspected_samples, "
@@ -313,7 +278,7 @@ def needed(config: PPOTrainerConfig) -> Iterator[str]:
         )
     if config.data.chat_template and config.data.overlong_prompts == "truncate":
         yield "data.overlong_prompts=truncate would cut the tokens of data.chat_template=true: use drop or error"
-    for key, part in (("policy", config.policy), ("value", config.value)):
+    for key, part in trained_parts(config):
         if part.scheduler.name != "constant" and part.scheduler.decay_steps is None:
             yield (
                 f"{key}.scheduler.name={part.scheduler.name} needs {key}.scheduler.decay_steps, "
@@ -321,7 +286,12 @@ def needed(config: PPOTrainerConfig) -> Iterator[str]:
             )
 
 
-def generated_tasks(config: PPOTrainerConfig) -> bool:
+def trained_parts(config: TrainerConfig) -> list[tuple[str, Any]]:
+    """(block, settings) of what has an optimizer."""
+    return [("policy", config.policy)] + ([("value", config.critic)] if config.critic is not None else [])
+
+
+def generated_tasks(config: TrainerConfig) -> bool:
     """Whether the environment makes its own tasks from `env.seed`, `env.size` of them."""
     return config.env.name.partition(":")[0] in ("copy", "reasoning_gym")
 

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainers.arithmetic import BatchPlan, ConfigError, check
-from trainers.config import PPOTrainerConfig
+from trainers.config import PPOTrainerConfig, ReinforceTrainerConfig
 from trainers.config_help import help_text, markdown
 from trainers.config_types import one_of
 from trainers.settings import Known, compare_for_resume, config_yaml, known_keys, load_config, recipes, save_config
@@ -52,7 +52,7 @@ def parse(
     Exits with code 0 after --help, and with code 2 and a message on stderr for anything that cannot be used.
     """
     if "--help" in argv or "-h" in argv:
-        print(help_text(config_class(), prog=prog, description=description, recipes=recipes()))
+        print(help_text(config_class(), prog=prog, description=description, recipes=recipes(config_class)))
         raise SystemExit(0)
     with exit_on_error(prog):
         source, overrides = split_arguments(argv, known_keys(config_class))
@@ -120,7 +120,7 @@ def bare(text: str, known: Known) -> str:
 def main(argv: Sequence[str]) -> None:
     if list(argv) != ["--markdown"]:
         raise SystemExit("usage: python -m trainers.cli --markdown > docs/config.md")
-    print(markdown(PPOTrainerConfig()), end="")
+    print(markdown(PPOTrainerConfig(), ReinforceTrainerConfig()), end="")
 
 
 if __name__ == "__main__":

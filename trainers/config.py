@@ -4,20 +4,17 @@ A key is documented where it is defined; `--help`, `--print-config` and docs/con
 Block and key names are NeMo-RL's. Loading (YAML, overrides, nearest-match errors) is in `trainers/cli.py`.
 """
 
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar
 
-
-def opt(default: Any, help: str, *, choices: tuple[str, ...] | None = None, free: bool = False) -> Any:
-    """A setting: its default, its meaning, its allowed words, and whether a resumed run may change it (`free`)."""
-    metadata = {"help": help, "choices": choices, "free": free}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def block(cls: type) -> Any:
-    return field(default_factory=cls)
+from trainers.config_algorithm import (
+    AlgorithmConfig,
+    LossConfig,
+    PPOConfig,
+    ReinforceConfig,
+    ValueLossConfig,
+)
+from trainers.config_types import block, opt
 
 
 @dataclass
@@ -104,33 +101,6 @@ class ValueConfig:
 
 
 @dataclass
-class LossConfig:
-    """The policy's loss; see `fastppo.ppo_loss` for the formulae."""
-
-    type: str = opt("ppo", "policy-gradient loss", choices=("ppo", "reinforce", "cispo", "gspo", "gmpo", "sapo"))
-    ratio_clip_min: float = opt(0.2, "ratios are clipped below at 1 - this")
-    ratio_clip_max: float | None = opt(None, "ratios are clipped above at 1 + this; default: ratio_clip_min")
-    ratio_clip_c: float | None = opt(None, "dual clip: bound of the loss at negative advantages, > 1; default: off")
-    entropy_bonus: float = opt(0.0, "weight of the exact entropy, in nats a token")
-    aggregation: str = opt(
-        "token_mean",
-        "how token losses are averaged",
-        choices=("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "token_sum_norm"),
-    )
-    norm_length: float | None = opt(None, "token_sum_norm: divisor of each sequence's sum; default: max_new_tokens")
-    use_kl_in_reward: bool = opt(True, "charge the KL to the reference per token in the reward; false: in the loss")
-    reference_policy_kl_penalty: float = opt(0.05, "KL coefficient; 0: the reference is only measured")
-    reference_policy_kl_type: str = opt("k1", "estimator of the KL", choices=("k1", "abs", "k2", "k3"))
-    reference_policy_kl_gradient: str = opt("reverse", "gradient of a KL in the loss", choices=("reverse", "pathwise"))
-
-
-@dataclass
-class ValueLossConfig:
-    scale: float = opt(1.0, "factor of the value loss 0.5 * (V - R)^2")
-    cliprange: float | None = opt(None, "clip the new value to the old one +- this; default: off")
-
-
-@dataclass
 class EnvConfig:
     name: str = opt("sentiment", "sentiment, copy, reasoning_gym:<dataset> or python:<module>.<function>")
     seed: int = opt(0, "seed of generated tasks (copy, reasoning_gym)")
@@ -151,79 +121,6 @@ class DataConfig:
         "drop", "what happens to longer prompts; counted and logged", choices=("error", "drop", "truncate")
     )
     shuffle: bool = opt(True, "new order of the prompts in every epoch")
-
-
-@dataclass
-class AdvEstimatorConfig:
-    name: str = opt("gae", "advantage estimator", choices=("gae",))
-    gae_lambda: float = opt(0.95, "GAE lambda, 0 to 1, of advantages and of the critic's targets")
-    gae_lambda_policy: float | None = opt(None, "lambda of the advantages alone (VAPO); default: gae_lambda")
-    gae_lambda_value: float | None = opt(None, "lambda of the critic's targets alone (VAPO: 1.0); default: gae_lambda")
-    length_adaptive_alpha: float | None = opt(
-        None,
-        "lambda of a response's advantages is 1 - 1 / (this x its tokens), 0 where that is below (VAPO: 0.05); "
-        "default: off",
-    )
-    gae_gamma: float = opt(1.0, "discount, 0 to 1")
-
-
-@dataclass
-class RewardScalingConfig:
-    """A linear map of the task's rewards, clamped to the source range first."""
-
-    enabled: bool = opt(False, "map the rewards")
-    source_min: float = opt(0.0, "rewards below count as this, which becomes target_min")
-    source_max: float = opt(1.0, "rewards above count as this, which becomes target_max")
-    target_min: float = opt(0.0, "what source_min becomes")
-    target_max: float = opt(1.0, "what source_max becomes")
-
-
-@dataclass
-class RewardShapingConfig:
-    """A penalty on long or cut responses, after the scaling: DAPO's soft overlong penalty, or a factor."""
-
-    enabled: bool = opt(False, "shape the rewards")
-    max_response_length: int | None = opt(None, "tokens from which the whole overlong penalty is taken")
-    overlong_buffer_length: int | None = opt(None, "tokens before max_response_length over which the penalty grows")
-    overlong_buffer_penalty: float | None = opt(None, "penalty of a response of max_response_length tokens or more")
-    stop_properly_penalty_coef: float | None = opt(
-        None, "in place of the three: factor, 0 to 1, of the positive reward of a response cut at max_new_tokens"
-    )
-
-
-@dataclass
-class PPOConfig:
-    num_prompts_per_step: int = opt(8, "prompts per step")
-    num_generations_per_prompt: int = opt(4, "responses per prompt; batch = prompts x responses")
-    ppo_epochs: int = opt(1, "passes over each rollout")
-    policy_training_start_step: int = opt(
-        1, "first step in which the policy is trained; a local critic is trained from the start"
-    )
-    target_kl: float | None = opt(
-        None,
-        "leave out the policy's remaining minibatches of a rollout once the last one's mean k3(old, new), in nats a "
-        "token, exceeds this; a local critic goes on; default: off",
-    )
-    max_num_steps: int = opt(75, "steps (rollouts) to train", free=True)
-    max_num_epochs: int | None = opt(
-        None, "passes over the prompts after which the run ends; default: no limit", free=True
-    )
-    adv_estimator: AdvEstimatorConfig = block(AdvEstimatorConfig)
-    reward_scaling: RewardScalingConfig = block(RewardScalingConfig)
-    reward_shaping: RewardShapingConfig = block(RewardShapingConfig)
-    cliprange_reward: float | None = opt(None, "rewards are clipped to +- this before the KL is charged; default: off")
-    normalize_advantages: bool = opt(
-        True, "advantages to mean 0, variance 1 over the selected tokens of the whole rollout"
-    )
-    bootstrap_truncated: bool = opt(False, "a response cut at max_new_tokens ends in the critic's value instead of 0")
-    max_first_ratio_error: float = opt(
-        0.02, "stop when the first minibatch's mean |ratio - 1| exceeds this: trainer and scorer disagree", free=True
-    )
-    val_period: int = opt(0, "validate every N steps; 0: never", free=True)
-    val_at_start: bool = opt(False, "validate before the first step", free=True)
-    val_at_end: bool = opt(False, "validate after the last step", free=True)
-    max_val_samples: int = opt(64, "prompts per validation", free=True)
-    seed: int = opt(0, "seed of everything random")
 
 
 @dataclass
@@ -259,10 +156,33 @@ class CheckpointingConfig:
     )
 
 
+class TrainerConfig:
+    """What the two trees have in common, for code that serves both trainers."""
+
+    name: ClassVar[str]  # of the algorithm, and of its block
+    policy: "PolicyConfig"
+    loss_fn: LossConfig
+    env: "EnvConfig"
+    data: "DataConfig"
+    logger: "LoggerConfig"
+    cluster: "ClusterConfig"
+    checkpointing: "CheckpointingConfig"
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        return getattr(self, self.name)
+
+    @property
+    def critic(self) -> ValueConfig | None:
+        """The critic's settings, if the advantages need one."""
+        return getattr(self, "value", None) if self.algorithm.adv_estimator.name == "gae" else None
+
+
 @dataclass
-class PPOTrainerConfig:
+class PPOTrainerConfig(TrainerConfig):
     """Everything `python -m trainers.ppo` reads."""
 
+    name: ClassVar[str] = "ppo"
     policy: PolicyConfig = block(PolicyConfig)
     value: ValueConfig = block(ValueConfig)
     loss_fn: LossConfig = block(LossConfig)
@@ -273,6 +193,24 @@ class PPOTrainerConfig:
     logger: LoggerConfig = block(LoggerConfig)
     cluster: ClusterConfig = block(ClusterConfig)
     checkpointing: CheckpointingConfig = block(CheckpointingConfig)
+
+
+@dataclass
+class ReinforceTrainerConfig(TrainerConfig):
+    """Everything `python -m trainers.reinforce` reads."""
+
+    name: ClassVar[str] = "reinforce"
+    policy: PolicyConfig = block(PolicyConfig)
+    loss_fn: LossConfig = block(lambda: LossConfig(type="reinforce"))
+    env: EnvConfig = block(EnvConfig)
+    data: DataConfig = block(DataConfig)
+    reinforce: ReinforceConfig = block(ReinforceConfig)
+    logger: LoggerConfig = block(LoggerConfig)
+    cluster: ClusterConfig = block(ClusterConfig)
+    checkpointing: CheckpointingConfig = block(CheckpointingConfig)
+
+
+CONFIGS: dict[str, type] = {cls.name: cls for cls in (PPOTrainerConfig, ReinforceTrainerConfig)}
 
 
 def walk(config: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from trainers.config import walk
 from trainers.config_types import shown
 
 USAGE = """\
@@ -22,7 +23,8 @@ usage: {prog} [config=FILE.yaml or recipe] [key=value ...] [--help] [--print-con
 MARKDOWN = """\
 # Settings
 
-Made by `python -m trainers.cli --markdown` from `trainers/config.py`; `python -m trainers.ppo --help` prints the same.
+Made by `python -m trainers.cli --markdown` from `trainers/config.py`; `--help` of a trainer prints the same.
+These are the settings of `python -m trainers.ppo`; the end says what is different in `python -m trainers.reinforce`.
 A setting is changed with `key=value` on the command line or in the YAML file given as `config=FILE.yaml`.
 **Free** settings may change when a run is resumed; with any other changed, resuming is refused.
 """
@@ -71,8 +73,8 @@ def fold(text: str, width: int) -> str:
     return "\n\n".join(p if "\n " in p or p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
 
 
-def markdown(config: Any) -> str:
-    """docs/config.md."""
+def markdown(config: Any, other: Any) -> str:
+    """docs/config.md: every setting of `config`, and how the tree `other` differs from it."""
     parts = [MARKDOWN]
     for name, doc, leaves in blocks(config):
         rows = [f"## {name}", ""] + ([doc, ""] if doc else [])
@@ -83,4 +85,25 @@ def markdown(config: Any) -> str:
             text = field.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
             rows.append(f"| `{key}` | `{shown(default)}` | {text} | {choices} | {free} |")
         parts.append("\n".join(rows) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, differences(config, other)])
+
+
+def differences(config: Any, other: Any) -> str:
+    """The keys that `other` does not have, and the defaults that it has otherwise, as a section of docs/config.md."""
+    mine = {key.replace(f"{config.name}.", f"{other.name}.", 1): value for key, _, value in walk(config)}
+    theirs = {key: value for key, _, value in walk(other)}
+    gone = sorted({key.partition(".")[0] for key in mine} - {key.partition(".")[0] for key in theirs})
+    rows = [f"| `{key}` | `{shown(value)}` |" for key, value in theirs.items() if key not in mine or value != mine[key]]
+    return "\n".join(
+        [
+            f"## python -m trainers.{other.name}",
+            "",
+            f"Every `{config.name}.X` above is `{other.name}.X` there. The blocks "
+            f"{' and '.join(f'`{b}`' for b in gone)} do not exist, and these defaults are others:",
+            "",
+            "| key | default |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )

@@ -1,7 +1,7 @@
 """What a setting may hold, and the words for it: types as YAML has them, values as the command line has them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field
+from dataclasses import Field, field
 from types import NoneType
 from typing import Any, get_args, get_origin
 
@@ -15,6 +15,18 @@ EXPECTED = {
     list[str]: 'a list of texts, such as ["a", "b"]',
     dict[str, Any]: "a mapping, such as {name: 1}",
 }
+
+
+def opt(default: Any, help: str, *, choices: tuple[str, ...] | None = None, free: bool = False) -> Any:
+    """A setting: its default, its meaning, its allowed words, and whether a resumed run may change it (`free`)."""
+    metadata = {"help": help, "choices": choices, "free": free}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def block(cls: type) -> Any:
+    return field(default_factory=cls)
 
 
 def base_type(field: Field) -> tuple[Any, bool]:

@@ -10,14 +10,14 @@ from torch import nn
 
 from trainers.arithmetic import ConfigError, check, counted
 from trainers.backbone import pick_device, pick_dtype
-from trainers.config import PPOTrainerConfig
+from trainers.config import TrainerConfig, ValueConfig
 from trainers.environments import Environment, make_environment
 from trainers.extras import require
 from trainers.models import SMOLLM2, TINY_LLAMA, default_cache, is_complete, resolve_model
 from trainers.prompts import load_prompts
 
 
-def dry_run(config: PPOTrainerConfig) -> str:
+def dry_run(config: TrainerConfig) -> str:
     """The plan in words.
 
     Raises:
@@ -33,7 +33,7 @@ def dry_run(config: PPOTrainerConfig) -> str:
         raise ConfigError(str(error)) from error
     if len(prompts) < plan.prompts:
         raise ConfigError(
-            f"ppo.num_prompts_per_step={plan.prompts}, but there are only {counted(len(prompts), 'prompt')}: "
+            f"{config.name}.num_prompts_per_step={plan.prompts}, but there are only {counted(len(prompts), 'prompt')}: "
             f"set it to {len(prompts)} or less"
         )
     wanted = config.policy.generation.dtype
@@ -45,14 +45,15 @@ def dry_run(config: PPOTrainerConfig) -> str:
     ]
     policy_name = environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
     lines += policy_lines(policy_name, config, environment, dtype, engine_dtype, plan.longest_sequence)
-    if config.value.mode == "local":
-        lines += critic_lines(config.value.model_name or policy_name, config, dtype)
+    critic = config.critic
+    if critic is not None and critic.mode == "local":
+        lines += critic_lines(critic.model_name or policy_name, critic, dtype)
     return "\n".join(lines)
 
 
 def policy_lines(
     name: str,
-    config: PPOTrainerConfig,
+    config: TrainerConfig,
     environment: Environment,
     dtype: torch.dtype,
     engine_dtype: torch.dtype,
@@ -65,7 +66,7 @@ def policy_lines(
     total, count = size(model.parameters()), size(trained)
     frozen = total - count
     shared = (count if engine_dtype == torch.float32 else 0) + (frozen if engine_dtype == dtype else 0)
-    head = model.config.hidden_size + 1 if config.value.mode == "shared" else 0
+    head = model.config.hidden_size + 1 if config.critic is not None and config.critic.mode == "shared" else 0
     lines = [
         f"model     {name}: {type(model).__name__}, {total:,} parameters, {count:,} trained"
         + (f", and {head:,} of the critic's head" if head else ""),
@@ -85,14 +86,14 @@ def policy_lines(
     return lines
 
 
-def critic_lines(name: str, config: PPOTrainerConfig, dtype: torch.dtype) -> list[str]:
+def critic_lines(name: str, critic: ValueConfig, dtype: torch.dtype) -> list[str]:
     model = on_meta(name)
     if model is None:
         return [absent("critic", name)]
     head = model.get_output_embeddings()
     tied = head is None or head.weight is model.get_input_embeddings().weight
     unused = [] if tied else list(head.parameters())  # the language-model head is kept but not trained
-    trained = trained_parameters(model, config.value.num_layers_unfrozen)
+    trained = trained_parameters(model, critic.num_layers_unfrozen)
     whole = len(trained) == len(list(model.parameters()))
     count = size(trained) - (size(unused) if whole else 0) + model.config.hidden_size + 1
     frozen = size(model.parameters()) + model.config.hidden_size + 1 - count

@@ -5,6 +5,7 @@ divided by the optimizer step's counts, so the gradients of micro-batches are su
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import fastppo
 from trainers.config import LossConfig, ValueLossConfig
+from trainers.config_algorithm import IS_BOUNDS
 from trainers.rollout import RolloutBatch
 
 
@@ -19,6 +21,9 @@ from trainers.rollout import RolloutBatch
 class StepLoss:
     loss: Tensor  # scalar
     metrics: dict[str, Tensor]  # vectors to be added over micro-batches
+
+
+FIELDS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "values", "returns")
 
 
 @dataclass
@@ -29,28 +34,44 @@ class SelectedRows:
     cu_seqlens: Tensor  # [B + 1]
     num_tokens: int
     num_seqs: int
-    fields: dict[str, Tensor]  # [N] each: old_logprobs, ref_logprobs, advantages, values, returns
+    fields: dict[str, Tensor]  # [N] each, those that are known: see FIELDS
+    positive: Tensor | None = None  # [N] bool: of a response whose raw reward is above 0
+    num_nll_tokens: int = 0  # of the optimizer step's tokens those of such responses
 
     @classmethod
     def of(cls, batch: RolloutBatch, selected: Tensor, device: torch.device) -> "SelectedRows":
         assert batch.num_tokens is not None and batch.num_seqs is not None, "batching.count() sets the counts"
         per_sequence = torch.zeros(len(batch), dtype=torch.int64).index_add(0, batch.sequence_ids, batch.mask.long())
-        names = ("old_logprobs", "ref_logprobs", "advantages", "values", "returns")
-        known = {name: value for name in names if (value := getattr(batch, name)) is not None}
+        known = {name: value for name in FIELDS if (value := getattr(batch, name)) is not None}
+        positive = torch.zeros(len(batch)) if batch.raw_reward is None else batch.raw_reward
         return cls(
             targets=batch.tokens[selected].to(device),
             cu_seqlens=F.pad(per_sequence.cumsum(0), (1, 0)).to(device),
             num_tokens=batch.num_tokens,
             num_seqs=batch.num_seqs,
+            num_nll_tokens=batch.num_nll_tokens or 0,
+            positive=(positive > 0)[batch.sequence_ids[selected]].to(device),
             fields={name: value[selected].to(device) for name, value in known.items()},
         )
+
+
+class KLCoefficient(Protocol):
+    coef: float  # may change from step to step; see trainers.rewards.KLController
 
 
 class PolicyLoss:
     """`__call__(hidden [N, D], weight [V, D], rows) -> StepLoss`: `fastppo.linear_ppo_loss`, chunk by chunk."""
 
-    def __init__(self, loss_fn: LossConfig, *, temperature: float, norm_length: float, softcap: float | None = None):
-        self.loss_fn, self.temperature, self.softcap = loss_fn, temperature, softcap
+    def __init__(
+        self,
+        loss_fn: LossConfig,
+        *,
+        temperature: float,
+        norm_length: float,
+        softcap: float | None = None,
+        kl: KLCoefficient | None = None,
+    ):
+        self.loss_fn, self.kl, self.temperature, self.softcap = loss_fn, kl, temperature, softcap
         self.norm = norm_length if loss_fn.norm_length is None else loss_fn.norm_length
 
     @property
@@ -59,14 +80,21 @@ class PolicyLoss:
         low, high = self.loss_fn.ratio_clip_min, self.loss_fn.ratio_clip_max
         return (1 - low, 1 + (low if high is None else high)) if self.loss_fn.type == "ppo" else None
 
+    @property
+    def is_bounds(self) -> tuple[float, float]:
+        cfg = self.loss_fn.importance_sampling
+        low, high = IS_BOUNDS[cfg.type]
+        return (low if cfg.min is None else cfg.min, high if cfg.max is None else cfg.max)
+
     def __call__(self, hidden: Tensor, weight: Tensor, rows: SelectedRows, bias: Tensor | None = None) -> StepLoss:
-        cfg = self.loss_fn
-        kl_in_loss = bool(cfg.reference_policy_kl_penalty) and not cfg.use_kl_in_reward
+        cfg, correction = self.loss_fn, self.loss_fn.importance_sampling
+        kl_coef = 0.0 if cfg.use_kl_in_reward else self.kl.coef if self.kl else cfg.reference_policy_kl_penalty
+        corrected, nll = correction.type != "none", cfg.positive_example_nll_weight
         output = fastppo.linear_ppo_loss(
             hidden,
             weight,
             rows.targets,
-            rows.fields["old_logprobs"],
+            None if cfg.force_on_policy_ratio else rows.fields["old_logprobs"],
             rows.fields["advantages"],
             bias=bias,
             temperature=self.temperature,
@@ -76,10 +104,16 @@ class PolicyLoss:
             clip_eps_high=cfg.ratio_clip_max,
             dual_clip=cfg.ratio_clip_c,
             ent_coef=cfg.entropy_bonus,
-            ref_logprobs=rows.fields["ref_logprobs"] if kl_in_loss else None,
-            kl_coef=cfg.reference_policy_kl_penalty if kl_in_loss else 0.0,
+            ref_logprobs=rows.fields["ref_logprobs"] if kl_coef else None,
+            kl_coef=kl_coef,
             kl_type=cfg.reference_policy_kl_type,
             kl_grad=cfg.reference_policy_kl_gradient,
+            rollout_logprobs=rows.fields["rollout_logprobs"] if corrected else None,
+            is_correction=correction.type if corrected else None,
+            is_bounds=self.is_bounds if corrected else None,
+            nll_coef=nll,
+            nll_mask=rows.positive if nll else None,
+            num_nll_tokens=rows.num_nll_tokens if nll else None,
             cu_seqlens=rows.cu_seqlens,
             aggregation=cfg.aggregation,
             norm=self.norm if cfg.aggregation == "token_sum_norm" else None,

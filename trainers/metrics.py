@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fastppo
+from trainers.filtering import logprob_error
 from trainers.optim import StepMetrics, add_metrics
 from trainers.rollout import FINISH, RolloutBatch
 
@@ -24,17 +25,27 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     }
     if batch.old_logprobs is not None:
         difference = (batch.old_logprobs.exp() - batch.rollout_logprobs.exp())[mask].abs()
-        metrics["actor/entropy"] = _mean(batch.entropy[mask])
-        metrics["training/rollout_probs_diff_mean"] = _mean(difference)
-        metrics["training/rollout_probs_diff_max"] = float(difference.max())
+        apart, error = (batch.old_logprobs - batch.rollout_logprobs)[mask].double(), logprob_error(batch)
+        metrics |= {
+            "actor/entropy": _mean(batch.entropy[mask]),
+            "training/rollout_probs_diff_mean": _mean(difference),
+            "training/rollout_probs_diff_max": float(difference.max()),
+            "training/rollout_kl": _mean(apart.expm1() - apart),
+            "training/seq_logprob_error_mean": _mean(error),
+            "training/seq_logprob_error_max": float(error.max()),
+        }
     if batch.ref_logprobs is not None:
         kl = sequence_kl(batch)
         metrics |= {"critic/kl/mean": _mean(kl), "critic/kl/max": float(kl.max())}
+    trained = batch.trained
+    metrics["training/empty_minibatches"] = float(batch.empty_minibatches)
+    metrics["training/trained_samples"] = float((batch.trained_lengths > 0).sum())
     if batch.advantages is not None:
-        metrics |= _spread("critic/rewards", _per_sequence(batch, batch.rewards))
+        metrics |= _spread("critic/rewards", batch.per_sequence(batch.rewards))
         for name in ("advantages", "returns", "values"):
-            metrics |= _spread(f"critic/{name}", getattr(batch, name)[mask])
-    return metrics
+            if (per_token := getattr(batch, name)) is not None and bool(trained.any()):
+                metrics |= _spread(f"critic/{name}", per_token[trained])
+    return metrics | batch.metrics
 
 
 def update_metrics(policy: list[StepMetrics], value: list[StepMetrics]) -> dict[str, float]:
@@ -86,7 +97,7 @@ def token_table(
 
     `clip` are the bounds of the ratio; None for losses that clip otherwise, and then "clipped" is null.
     """
-    kl = sequence_kl(batch)
+    kl = None if batch.ref_logprobs is None else sequence_kl(batch)
     rows = []
     for row in range(len(batch)):
         start, stop = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
@@ -100,7 +111,7 @@ def token_table(
                 "response": tokenizer.decode(ids[mask]),
                 "finish": FINISH[int(batch.finish[row])],
                 "score": float(batch.raw_reward[row]),
-                "kl": float(kl[row]),
+                "kl": None if kl is None else float(kl[row]),
                 "tokens": tokens,
             }
         )
@@ -120,13 +131,14 @@ def _token(batch: RolloutBatch, t: int, logprobs: Tensor, tokenizer: object, cli
         "advantage": batch.advantages,
         "return": batch.returns,
     }
-    row |= {name: float(tensor[t]) if row["mask"] else None for name, tensor in named.items()}
+    row |= {name: None if tensor is None or not row["mask"] else float(tensor[t]) for name, tensor in named.items()}
     if row["mask"]:
         ratio = float((logprobs[t] - batch.old_logprobs[t]).exp())
         clipped = None
         if clip is not None:
             clipped = ratio > clip[1] if row["advantage"] > 0 else ratio < clip[0] and row["advantage"] < 0
-        row |= {"kl": row["old"] - row["ref"], "ratio": ratio, "clipped": clipped}
+        kl = None if row["ref"] is None else row["old"] - row["ref"]
+        row |= {"kl": kl, "ratio": ratio, "clipped": clipped}
     else:
         row |= {"kl": None, "ratio": None, "clipped": None}
     return row
@@ -134,7 +146,7 @@ def _token(batch: RolloutBatch, t: int, logprobs: Tensor, tokenizer: object, cli
 
 def sequence_kl(batch: RolloutBatch) -> Tensor:
     """[B] nats: sum over a response's tokens of old - ref, the sampled KL of the policy to the reference."""
-    return _per_sequence(batch, batch.old_logprobs - batch.ref_logprobs)
+    return batch.per_sequence(batch.old_logprobs - batch.ref_logprobs)
 
 
 def memory_metrics() -> dict[str, float]:
@@ -144,10 +156,6 @@ def memory_metrics() -> dict[str, float]:
     if torch.cuda.is_initialized():
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
     return metrics
-
-
-def _per_sequence(batch: RolloutBatch, per_token: Tensor) -> Tensor:
-    return torch.zeros(len(batch)).index_add(0, batch.sequence_ids, torch.where(batch.mask, per_token, 0.0))
 
 
 def _mean(x: Tensor) -> float:

@@ -21,7 +21,7 @@ OPTIMIZER: dict[str, Rule] = {
     "scheduler.min_lr_ratio": SHARE,
 }
 
-# Every number of the tree; a value of None (an option that is off) passes.
+# Every number of the trees; a value of None (an option that is off) passes. ppo.X stands for reinforce.X as well.
 RANGES: dict[str, Rule] = {
     **{f"policy.{key}": rule for key, rule in OPTIMIZER.items()},
     **{f"value.{key}": rule for key, rule in OPTIMIZER.items()},
@@ -42,6 +42,9 @@ RANGES: dict[str, Rule] = {
     "loss_fn.entropy_bonus": NOT_NEGATIVE,
     "loss_fn.norm_length": POSITIVE,
     "loss_fn.reference_policy_kl_penalty": NOT_NEGATIVE,
+    "loss_fn.positive_example_nll_weight": NOT_NEGATIVE,
+    "loss_fn.importance_sampling.min": NOT_NEGATIVE,
+    "loss_fn.importance_sampling.max": POSITIVE,
     "value_loss_fn.scale": POSITIVE,
     "value_loss_fn.cliprange": POSITIVE,
     "env.seed": SEED,
@@ -64,6 +67,13 @@ RANGES: dict[str, Rule] = {
     "ppo.reward_shaping.overlong_buffer_penalty": NOT_NEGATIVE,
     "ppo.reward_shaping.stop_properly_penalty_coef": SHARE,
     "ppo.cliprange_reward": POSITIVE,
+    "ppo.reward_reference_mean": FINITE,
+    "ppo.reward_reference_std": POSITIVE,
+    "ppo.kl_controller.target": POSITIVE,
+    "ppo.kl_controller.horizon": AT_LEAST_1,
+    "ppo.seq_logprob_error_threshold": AT_LEAST_1,
+    "ppo.batch_multiplier": POSITIVE,
+    "ppo.dynamic_sampling_max_gen_batches": AT_LEAST_1,
     "ppo.adv_estimator.gae_gamma": SHARE,
     "ppo.max_first_ratio_error": POSITIVE,
     "ppo.val_period": NOT_NEGATIVE,

@@ -43,7 +43,9 @@ class RolloutBatch:
     finish: Tensor = sequence_field()  # [B] int64, index into FINISH
     weight_version: Tensor = sequence_field()  # [B] int64, step of the weights that sampled it
 
+    valid: Tensor | None = sequence_field()  # [B] bool: trained on; None: all of them are
     raw_reward: Tensor | None = sequence_field()  # [B] float32, the task's score
+    baseline: Tensor | None = sequence_field()  # [B] float32, what the greedy response to the same prompt earned
     token_scores: Tensor | None = token_field()  # [T] float32, where the score is paid
     old_logprobs: Tensor | None = token_field()
     ref_logprobs: Tensor | None = token_field()
@@ -55,8 +57,12 @@ class RolloutBatch:
     returns: Tensor | None = token_field()
     trunk_hidden: Tensor | None = token_field()  # [T, D], output of the policy's frozen trunk
 
-    num_tokens: int | None = None  # selected tokens of the optimizer step, set by batching
-    num_seqs: int | None = None  # sequences of the optimizer step with at least one selected token
+    num_tokens: int | None = None  # trained tokens of the optimizer step, set by batching
+    num_seqs: int | None = None  # sequences of the optimizer step with at least one trained token
+    num_nll_tokens: int | None = None  # of the trained tokens those of responses with a positive raw reward
+    empty_minibatches: int = 0  # minibatches of this rollout so far without a trained token, counted by batching
+    greedy: "RolloutBatch | None" = None  # [B'] one greedy response to each prompt; not carried by select()
+    metrics: dict[str, float] = field(default_factory=dict)  # of how it came about; not carried by select()
     samples: list[Sample] = field(default_factory=list)  # decoded, for rewards and tables; not carried by select()
 
     def __len__(self) -> int:
@@ -78,8 +84,22 @@ class RolloutBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """[B] int64: trained tokens, of all turns."""
+        """[B] int64: tokens that the policy sampled, of all turns."""
         return torch.zeros(len(self), dtype=torch.int64).index_add(0, self.sequence_ids, self.mask.long())
+
+    @property
+    def trained(self) -> Tensor:
+        """[T] bool: what losses and advantages are about: sampled by the policy, in a sequence that is not left out."""
+        return self.mask if self.valid is None else self.mask & self.valid[self.sequence_ids]
+
+    @property
+    def trained_lengths(self) -> Tensor:
+        """[B] int64"""
+        return torch.zeros(len(self), dtype=torch.int64).index_add(0, self.sequence_ids, self.trained.long())
+
+    def per_sequence(self, per_token: Tensor) -> Tensor:
+        """[B] float32: the sum of a [T] tensor over each sequence's sampled tokens."""
+        return torch.zeros(len(self)).index_add(0, self.sequence_ids, torch.where(self.mask, per_token, 0.0))
 
     def last_selected(self) -> Tensor:
         """[B] int64: packed index of each sequence's last response token. Every sequence has one."""
@@ -98,9 +118,23 @@ class RolloutBatch:
             for f in fields(self)
             if "per" in f.metadata and (value := getattr(self, f.name)) is not None
         }
-        return replace(self, cu_seqlens=cu_seqlens, samples=[], **chosen)
+        return replace(self, cu_seqlens=cu_seqlens, samples=[], greedy=None, metrics={}, **chosen)
 
-    def update(self, **tensors: Tensor) -> "RolloutBatch":
+    @classmethod
+    def concat(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """All sequences of the batches, in order, with the fields that every one of them has."""
+        first = batches[0]
+        per = [f.name for f in fields(cls) if "per" in f.metadata]
+        known = [name for name in per if all(getattr(batch, name) is not None for batch in batches)]
+        lengths = torch.cat([batch.lengths for batch in batches])
+        return replace(
+            first,
+            cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+            samples=[sample for batch in batches for sample in batch.samples],
+            **{name: torch.cat([getattr(batch, name) for batch in batches]) if name in known else None for name in per},
+        )
+
+    def update(self, **tensors: Tensor | None) -> "RolloutBatch":
         for name, tensor in tensors.items():
             assert hasattr(self, name), name
             setattr(self, name, tensor)
@@ -122,13 +156,19 @@ def generate(
     samples_per_prompt: int,
     seed: int,
     step: int,
+    first_sample: int = 0,
+    greedy: bool = False,
 ) -> RolloutBatch:
-    """`samples_per_prompt` responses to each prompt, siblings adjacent, packed."""
+    """`samples_per_prompt` responses to each prompt, siblings adjacent, packed. `first_sample` is the first's
+    sample_id, on which its seed depends; `greedy` takes the likeliest token throughout."""
     repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-    seeds = [hash64(seed, step, sample_id, 0) for sample_id in range(len(repeated))]
-    completions = engine.generate([list(prompt.ids) for prompt in repeated], Sampling.from_config(generation), seeds)
+    sample_ids = range(first_sample, first_sample + len(repeated))
+    seeds = [hash64(seed, step, sample_id, 0) for sample_id in sample_ids]
+    sampling = replace(Sampling.from_config(generation), greedy=greedy)
+    completions = engine.generate([list(prompt.ids) for prompt in repeated], sampling, seeds)
     batch = pack([prompt.ids for prompt in repeated], completions)
     batch.group = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
+    batch.sample_id = torch.tensor(sample_ids)
     batch.samples = [
         Sample(
             prompt=prompt.prompt,

@@ -17,7 +17,7 @@ from typing import Any
 
 from trainers.arithmetic import ConfigError
 from trainers.checkpoint import find
-from trainers.config import PPOTrainerConfig
+from trainers.config import CONFIGS, TrainerConfig
 
 MAX_SKIPPED_STEPS = 3  # rollouts in a row without a single finite gradient before a run gives up
 
@@ -35,6 +35,7 @@ class Progress:
     consumed_samples: int = 0
     total_valid_tokens: int = 0
     skipped_in_a_row: int = 0
+    empty_in_a_row: int = 0
 
     def metrics(self, epoch: int) -> dict[str, float]:
         names = ("consumed_prompts", "consumed_samples", "total_valid_tokens")
@@ -49,9 +50,9 @@ class Run:
     process at once.
     """
 
-    def __init__(self, config: PPOTrainerConfig, algorithm: str):
+    def __init__(self, config: TrainerConfig):
         self.config = config
-        self.dir = run_folder(config, algorithm)
+        self.dir = run_folder(config)
         check_writable(self.dir)
         self.stopping = False
         self.failed_saves = 0
@@ -108,11 +109,20 @@ class Run:
 
     def check(self, metrics: dict[str, float], progress: Progress) -> None:
         """Stop a run whose numbers cannot be right."""
-        error, limit = metrics.get("actor/first_ratio_err_mean", 0.0), self.config.ppo.max_first_ratio_error
+        error, limit = metrics.get("actor/first_ratio_err_mean", 0.0), self.config.algorithm.max_first_ratio_error
         if not error <= limit:
             raise TrainingError(
-                f"the first minibatch's mean |ratio - 1| is {error:.3g}, above ppo.max_first_ratio_error={limit}: the "
+                f"the first minibatch's mean |ratio - 1| is {error:.3g}, above "
+                f"{self.config.name}.max_first_ratio_error={limit}: the "
                 "log-probs that the trainer computes are not those it scored the rollout with"
+            )
+        empty = metrics["training/trained_samples"] == 0
+        progress.empty_in_a_row = progress.empty_in_a_row + 1 if empty else 0
+        if progress.empty_in_a_row >= MAX_SKIPPED_STEPS:
+            why = {name: value for name, value in metrics.items() if name.endswith("_filtered") or "dynamic_sa" in name}
+            raise TrainingError(
+                f"nothing was left to train on in {MAX_SKIPPED_STEPS} rollouts in a row: the last one had "
+                + ", ".join(f"{name} {value:.4g}" for name, value in why.items())
             )
         skipped = 0 < metrics.get("actor/optimizer_steps", 0.0) <= metrics["actor/skipped_steps"]
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
@@ -148,7 +158,7 @@ class Run:
             os.write(2, f"\n{name}: finishing this step, then saving; once more to leave at once\n".encode())
 
 
-def run_folder(config: PPOTrainerConfig, algorithm: str) -> Path:
+def run_folder(config: TrainerConfig) -> Path:
     if config.logger.run_dir != "auto":
         folder = Path(config.logger.run_dir).expanduser()
         log, resume = folder / "metrics.jsonl", config.checkpointing.resume
@@ -159,7 +169,7 @@ def run_folder(config: PPOTrainerConfig, algorithm: str) -> Path:
             )
         return folder
     environment = config.env.name.replace(":", "-")
-    base = Path("results") / f"{algorithm}-{environment}-{datetime.now():%Y%m%d-%H%M%S}"
+    base = Path("results") / f"{config.name}-{environment}-{datetime.now():%Y%m%d-%H%M%S}"
     folder, suffix = base, 1
     while folder.exists():
         suffix += 1
@@ -190,7 +200,7 @@ def launch(algorithm: str, trainer: str, description: str, argv: list[str] | Non
     from trainers.cli import answer, parse
 
     prog = f"python -m trainers.{algorithm}"
-    arguments = parse(sys.argv[1:] if argv is None else argv, prog=prog, description=description)
+    arguments = parse(sys.argv[1:] if argv is None else argv, CONFIGS[algorithm], prog=prog, description=description)
     if answer(arguments, prog=prog):
         return 0
     print(arguments.plan.describe(), flush=True)

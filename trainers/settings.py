@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from trainers.arithmetic import ConfigError, wrong_choices
-from trainers.config import PPOTrainerConfig, walk
+from trainers.config import PPOTrainerConfig, ReinforceTrainerConfig, walk
 from trainers.config_types import base_type, expected, fits, named, one_of
 from trainers.extras import require
 from trainers.suggestions import suggest
@@ -86,8 +86,10 @@ def compare_for_resume(old: Any, new: Any) -> list[str]:
     return [key for key, field, value in walk(new) if not field.metadata["free"] and value != before[key]]
 
 
-def recipes() -> list[str]:
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+def recipes(config_class: type = PPOTrainerConfig) -> list[str]:
+    """Names of the recipes of an algorithm: of PPO those that do not say another's name first."""
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    return [name for name in names if name.startswith("reinforce_") == (config_class is ReinforceTrainerConfig)]
 
 
 def known_keys(config_class: type) -> Known:

@@ -26,7 +26,9 @@ from trainers.rollout import RolloutBatch
 
 
 class HFPolicy:
-    def __init__(self, path: Path | str, cfg: PolicyConfig, *, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, path: Path | str, cfg: PolicyConfig, *, device: torch.device, dtype: torch.dtype, reference: bool = True
+    ):
         self.cfg, self.path, self.device, self.dtype = cfg, path, device, dtype
         model = load_model(path, device)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
@@ -34,7 +36,8 @@ class HFPolicy:
         self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype)
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
         self._check_head()
-        self.reference_top, self.reference_head = self.backbone.frozen_copy()
+        if reference:
+            self.reference_top, self.reference_head = self.backbone.frozen_copy()
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizers = {"actor": Optimizer(trained, cfg.optimizer, cfg.scheduler)}
         self.heads: dict[str, nn.Module] = {}

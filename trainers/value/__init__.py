@@ -13,7 +13,7 @@ from trainers.rollout import RolloutBatch
 
 
 class Pending(Protocol):
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
         """values [T] (V of the state before each selected token, else 0) and next_values [B] (V after the last)."""
 
 
@@ -49,3 +49,33 @@ class ScalarHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             return self.linear(hidden.float()).squeeze(-1)
+
+
+class NoValue:
+    """For advantages that need no critic: nothing is inferred, trained or saved."""
+
+    wants: set[str] = set()
+
+    def infer(self, batch: RolloutBatch) -> "NoValue":
+        return self
+
+    def result(self) -> tuple[None, None]:
+        return None, None
+
+    def minibatches(self, batch: RolloutBatch, *, seed: int, step: int, epoch: int) -> Iterator[RolloutBatch]:
+        return iter(())
+
+    def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
+        raise RuntimeError("there is no critic to train")
+
+    def save(self, folder: Path) -> None:
+        """Nothing to write."""
+
+    def load(self, folder: Path) -> None:
+        """Nothing to read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See save()."""

@@ -1,0 +1,254 @@
+"""What the two trainers share: parts built from one configuration, rollouts, refit, validation, logging, resuming."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainers import checkpoint, rewards
+from trainers.advantages import needs_greedy
+from trainers.arithmetic import check, check_model
+from trainers.backbone import model_facts, pick_device, pick_dtype
+from trainers.batching import policy_minibatches
+from trainers.cli import compare_for_resume, load_config, save_config
+from trainers.config import TrainerConfig
+from trainers.engines.native import NativeEngine, share_parameters
+from trainers.environments import Environment, Prompt, make_environment
+from trainers.filtering import DynamicSampling, leave_out
+from trainers.logger import Logger
+from trainers.losses import JointLoss, PolicyLoss
+from trainers.metrics import memory_metrics, rollout_metrics, token_table, update_metrics, validation_metrics
+from trainers.models import resolve_model
+from trainers.optim import StepMetrics
+from trainers.policy.hf import HFPolicy
+from trainers.prompts import PromptLoader, load_prompts, tokenize_prompts
+from trainers.refit import refit
+from trainers.rollout import RolloutBatch, generate
+from trainers.run import Progress, Run, TrainingError, progress_from, training_record
+
+
+class Trainer:
+    """Base of PPOTrainer and ReinforceTrainer, which add the critic and the algorithm: `build_losses()` and `fit()`."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        environment: Environment | None = None,
+        eval_prompts: Sequence[Prompt] | None = None,
+        metric_fn: Callable[..., dict[str, list[float]]] | None = None,
+    ):
+        check(config)
+        self.config, self.cfg, self.metric_fn = config, config.algorithm, metric_fn
+        if config.cluster.num_threads is not None:
+            torch.set_num_threads(config.cluster.num_threads)
+        torch.manual_seed(self.cfg.seed)
+        self.run = Run(config)
+        self.environment = environment or make_environment(config.env)
+        name = self.environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
+        prompts = load_prompts(config.data, self.environment)
+        resumed = checkpoint.find(config.checkpointing.resume, self.run.dir)
+        path = resolve_model(name)
+        device = pick_device(config.cluster.device)
+        # What "auto" once measured is part of the run: a resume must not measure anew.
+        dtype = pick_dtype(checkpoint.compute_dtype(resumed) if resumed else config.policy.dtype, device)
+        reference = not self.cfg.skip_reference_policy_logprobs_calculation
+        self.policy = HFPolicy(path, config.policy, device=device, dtype=dtype, reference=reference)
+        self.scored = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
+        self.rewards = rewards.Rewards(self.cfg, config.loss_fn)
+        self.kl = rewards.KLController(self.cfg, config.loss_fn)
+        self.sampling = DynamicSampling(self.cfg, config.name)
+        self.stateful: dict[str, Any] = {"policy": self.policy, "rewards": self.rewards, "kl": self.kl}
+        self.stateful["sampling"] = self.sampling
+        self.build_losses(path, device, dtype)
+
+        wanted = config.policy.generation.dtype
+        engine_dtype = dtype if wanted == "auto" else getattr(torch, wanted)
+        self.engine = NativeEngine(
+            share_parameters(self.policy.model, engine_dtype),
+            self.policy.tokenizer,
+            max_batch_size=config.policy.generation.max_batch_size,
+        )
+        vocab_size = self.policy.model.get_input_embeddings().num_embeddings
+        tokenized = [
+            tokenize_prompts(part, self.policy.tokenizer, config.data, vocab_size=vocab_size)
+            for part in (prompts, eval_prompts or [])
+        ]
+        check_model(config, self.policy.model.config, max(len(prompt.ids) for part in tokenized for prompt in part))
+        self.eval_prompts = tokenized[1] or tokenized[0]
+        self.loader = PromptLoader(
+            tokenized[0], self.sampling.prompts_per_draw, seed=self.cfg.seed, shuffle=config.data.shuffle
+        )
+        self.progress = Progress()
+        self.dtype = str(dtype).removeprefix("torch.")
+        facts = {"compute_dtype": self.dtype, "device": str(device), **model_facts(path, self.policy.model)}
+        self.saved_step: int | None = None
+        self.validated_step: int | None = None
+        if resumed:
+            self._resume(resumed)
+        self.run.open(facts)
+
+    def build_losses(self, path: Path | str, device: torch.device, dtype: torch.dtype) -> None:
+        """The policy's loss, and whatever else the algorithm optimises."""
+        generation = self.config.policy.generation
+        loss = PolicyLoss(
+            self.config.loss_fn,
+            temperature=generation.temperature,
+            norm_length=generation.max_new_tokens,
+            softcap=self.policy.softcap,
+            kl=self.kl,
+        )
+        self.policy_clip = loss.ratio_bounds
+        self.policy_loss: PolicyLoss | JointLoss = loss
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """A run's folder, signals and log, for as long as it trains."""
+        start = self.progress.step
+        with (
+            self.run,
+            Logger(self.run.dir, self.config.logger, max_steps=self.cfg.max_num_steps, start_step=start) as log,
+        ):
+            self.logger = log
+            yield
+
+    def generate_rollouts(self, step: int) -> RolloutBatch:
+        """Prompts -> responses -> scores, drawn again by dynamic sampling until enough of them say what is better."""
+        with self.saved_on_failure():
+            return self.sampling.collect(lambda draw: self._draw(step, draw))
+
+    def _draw(self, step: int, draw: int) -> RolloutBatch:
+        prompts, count = self.loader.next_batch(), self.cfg.num_generations_per_prompt
+        with self.run.timer("gen"):
+            batch = self._generate(prompts, count, step, first_sample=draw * len(prompts) * count)
+            if needs_greedy(self.cfg):
+                batch.greedy = self._generate(prompts, 1, step, greedy=True)
+        with self.run.timer("reward"):
+            if batch.greedy is not None:
+                self.score(batch.greedy)
+            return self.score(batch)
+
+    def _generate(self, prompts: Sequence[Any], samples_per_prompt: int, step: int, **how: Any) -> RolloutBatch:
+        return generate(
+            self.engine,
+            prompts,
+            self.config.policy.generation,
+            self.policy.tokenizer,
+            samples_per_prompt=samples_per_prompt,
+            seed=self.cfg.seed,
+            step=step,
+            **how,
+        )
+
+    def score(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch with its rewards; if they fail, its responses are left in failed_rollout.jsonl."""
+        try:
+            return rewards.score(self.environment, batch)
+        except rewards.RewardError:
+            rewards.dump(batch, self.run.dir / "failed_rollout.jsonl")
+            raise
+
+    @contextmanager
+    def saved_on_failure(self) -> Iterator[None]:
+        """If the block cannot give a rollout, the state before its prompts were drawn is saved."""
+        drawn = self.loader.state_dict()
+        try:
+            yield
+        except (rewards.RewardError, TrainingError):
+            self.loader.load_state_dict(drawn)
+            self.save(when="failure")
+            raise
+
+    def score_logprobs(self, batch: RolloutBatch, want: set[str] = frozenset()) -> RolloutBatch:
+        """Log-probs of the policy and the reference, and what else the policy's pass can give; then who is left out."""
+        with self.run.timer("old_log_prob"):
+            batch.update(**self.policy.score(batch, self.scored | want))
+            return leave_out(batch, self.cfg)
+
+    def policy_minibatches(
+        self, batch: RolloutBatch, done: list[StepMetrics], *, step: int, epoch: int
+    ) -> Iterator[RolloutBatch]:
+        return policy_minibatches(batch, self.config, done, step=step, epoch=epoch)
+
+    def refit(self) -> int:
+        with self.run.timer("update_weights"):
+            return refit(self.policy, self.engine, version=self.progress.step)
+
+    def validate(self, when: str = "now") -> dict[str, float]:
+        """Mean score on the validation prompts, sampled with the same seeds every time."""
+        cfg, step = self.cfg, self.progress.step
+        due = {
+            "now": True,
+            "start": cfg.val_at_start and step == 0,
+            "period": cfg.val_period > 0 and step % cfg.val_period == 0,
+            "end": cfg.val_at_end and self.validated_step != step and not self.run.stopping,
+        }
+        if not due[when]:
+            return {}
+        with self.run.timer("testing"), self.saved_on_failure():
+            batch = self._generate(self.eval_prompts[: cfg.max_val_samples], 1, step=-1)
+            metrics = validation_metrics(self.score(batch), self.metric_fn)
+        if when != "now":
+            self.logger.validation(step, metrics)
+            self.validated_step = step
+        return metrics
+
+    def log(
+        self, batch: RolloutBatch, policy_steps: list[StepMetrics], value_steps: list[StepMetrics], refit_bytes: int
+    ) -> None:
+        progress, logger = self.progress, self.config.logger
+        progress.consumed_prompts = self.loader.consumed
+        progress.consumed_samples += len(batch)
+        progress.total_valid_tokens += int(batch.trained.sum())
+        metrics = (
+            rollout_metrics(batch) | update_metrics(policy_steps, value_steps) | progress.metrics(self.loader.epoch)
+        )
+        if hasattr(self.environment, "metrics"):
+            metrics |= self.environment.metrics(batch.samples, batch.raw_reward.tolist())
+        metrics |= {"perf/refit_bytes": float(refit_bytes), "actor/kl_coef": self.kl.coef} | memory_metrics()
+        due = progress.step in (1, self.cfg.max_num_steps) or progress.step % logger.samples_period == 0
+        if due and logger.num_inspected_samples:
+            shown = batch.select(range(min(logger.num_inspected_samples, len(batch))))
+            logprobs = self.policy.score(shown, {"old_logprobs"})["old_logprobs"]
+            rows = token_table(shown, logprobs, self.policy.tokenizer, self.policy_clip)
+            self.logger.samples(progress.step, rows)
+        batch.trunk_hidden = None  # as large as all else together, and of no use once the updates are done
+        self.logger.log(progress.step, metrics | self.run.lap(metrics["perf/total_num_tokens"]))
+        self.run.check(metrics, progress)
+
+    def save(self, when: str) -> None:
+        """A checkpoint of the state after the last finished step, unless there is one or none is due."""
+        cfg, step = self.config.checkpointing, self.progress.step
+        skipped = {"period": bool(step % cfg.save_period), "failure": step == 0, "end": False}
+        if not cfg.enabled or step == self.saved_step or skipped[when]:
+            return
+        with self.run.timer("save_checkpoint"), self.run.saving(step, last=when == "end"):
+            checkpoint.save(self.run.dir / "checkpoints", step, self._write, keep_last_k=cfg.keep_last_k)
+            self.saved_step = step
+
+    def _write(self, folder: Path) -> None:
+        self.policy.save(folder / "policy")
+        save_config(self.config, folder / "config.yaml")
+        training = training_record(self.progress, loader=self.loader.state_dict(), compute_dtype=self.dtype)
+        checkpoint.write_state(folder, training, {name: part.state_dict() for name, part in self.stateful.items()})
+
+    def _resume(self, folder: Path) -> None:
+        before = load_config(folder / "config.yaml", config_class=type(self.config))
+        if changed := compare_for_resume(before, self.config):
+            raise TrainingError(f"cannot resume {folder}: these settings change what is trained: {', '.join(changed)}")
+        training, state = checkpoint.read_state(folder)
+        self._read(folder, state)
+        self.loader.load_state_dict(training["loader"])
+        self.progress = progress_from(training)
+        self.saved_step = self.progress.step
+        print(f"resumed after step {self.progress.step} from {folder}", flush=True)
+
+    def _read(self, folder: Path, state: dict[str, Any]) -> None:
+        for name, part in self.stateful.items():
+            part.load_state_dict(state[name])
+
+    def goes_on(self) -> bool:
+        epochs_left = self.cfg.max_num_epochs is None or self.loader.epoch < self.cfg.max_num_epochs
+        return not self.run.stopping and self.progress.step < self.cfg.max_num_steps and epochs_left
