@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from trainers.config import PPOTrainerConfig
+from trainers.config import CONFIGS, TrainerConfig
 from trainers.engines import Completion
 from trainers.models import resolve_model
 from trainers.policy.hf import HFPolicy
@@ -19,7 +19,7 @@ def tiny_model() -> Path:
     return Path(resolve_model("tiny-llama"))
 
 
-def config(**overrides: object) -> PPOTrainerConfig:
+def config(algorithm: str = "ppo", **overrides: object) -> TrainerConfig:
     """The copy recipe, quiet and small, with dotted overrides (`__` for the dot)."""
     quiet = {
         "logger.tensorboard": False,
@@ -28,7 +28,8 @@ def config(**overrides: object) -> PPOTrainerConfig:
         "checkpointing.enabled": False,
     }
     settings = quiet | {key.replace("__", "."): value for key, value in overrides.items()}
-    return load_config("ppo_copy", [f"{key}={_written(value)}" for key, value in settings.items()])
+    texts = [f"{key}={_written(value)}" for key, value in settings.items()]
+    return load_config(f"{algorithm}_copy", texts, CONFIGS[algorithm])
 
 
 def _written(value: object) -> str:

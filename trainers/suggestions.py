@@ -45,6 +45,9 @@ def suggest(key: str, known: Iterable[str]) -> list[str]:
     where there is neither, spelling: of the whole key, or (which says less) of its last part.
     """
     known = list(known)
+    for mine, other in (("ppo", "reinforce"), ("reinforce", "ppo")):  # a command line or a recipe of the other trainer
+        if key.partition(".")[0] == mine and (there := other + key[len(mine) :]) in known:
+            return [there]
     last = last_part(key)
     elsewhere = [name for name in [ELSEWHERE.get(last)] if name in known]
     same = [(similarity(key, name), name) for name in known if last_part(name) == last]
