@@ -206,7 +206,7 @@ class TestErrors:
 
     def test_an_unknown_recipe(self):
         message = error_of(source="ppo_coppy")
-        known = "(ppo_copy or ppo_reasoning_gym)"
+        known = "(" + ", ".join(recipes()[:-1]) + f" or {recipes()[-1]})"
         assert message == f"config=ppo_coppy: expected a YAML file or a recipe {known}; did you mean ppo_copy?"
 
     def test_a_source_of_another_kind(self):
@@ -235,7 +235,7 @@ class TestCommandLine:
             (["seeds"], "seeds: expected key=value, such as env.seed=VALUE"),
             (["ppo_copy"], "ppo_copy: expected key=value; write config=ppo_copy"),
             (["my.yaml"], "my.yaml: expected key=value; write config=my.yaml"),
-            (["config="], "config= has no value: write config=FILE.yaml or a recipe (ppo_copy or ppo_reasoning_gym)"),
+            (["config="], "config= has no value: write config=FILE.yaml or a recipe (dapo, ppo_copy, "),
             (["config=a", "config=b"], "config= is given 2 times: a, b"),
             (["ppo.sed=1"], "there is no setting ppo.sed; did you mean ppo.seed?"),
             (["policy.optimizer.lr=-1"], "policy.optimizer.lr=-1.0: expected a number >= 0"),
@@ -285,14 +285,16 @@ class TestCommandLine:
         assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
 
     def test_recipes_load_and_pass_the_arithmetic(self):
-        assert recipes() == ["ppo_copy", "ppo_reasoning_gym"]
-        assert recipes(ReinforceTrainerConfig) == ["reinforce_copy"]
+        assert {"dapo", "ppo_copy", "ppo_smollm2_sentiment", "vapo"} < set(recipes())
+        assert recipes(ReinforceTrainerConfig) == ["reinforce_copy", "reinforce_smollm2_sentiment"]
+        assert load_config("ppo_smollm2_sentiment") == PPOTrainerConfig()
+        assert load_config("reinforce_smollm2_sentiment", (), ReinforceTrainerConfig) == ReinforceTrainerConfig()
         for config_class in (PPOTrainerConfig, ReinforceTrainerConfig):
             for name in recipes(config_class):
                 check(load_config(name, config_class=config_class))
         copied = load_config("ppo_copy")
         assert (copied.env.name, copied.policy.dtype, copied.policy.generation.ignore_eos) == ("copy", "float32", True)
-        assert load_config("ppo_reasoning_gym").data.chat_template is True
+        assert load_config("ppo_qwen3_reasoning_gym").data.chat_template is True
         assert load_config(str(RECIPES / "ppo_copy.yaml")) == copied
 
 

@@ -1,0 +1,161 @@
+"""Data parallel under torchrun: every rank runs the same trainer, and these functions are where they meet.
+
+    torchrun --nproc-per-node 2 -m trainers.ppo ...
+
+A rollout is cut into parts: each rank samples, rewards and scores its own, and all ranks then hold the whole of it, so that
+advantages, minibatches and filters are computed everywhere alike. Of a minibatch each rank trains a part; losses arrive
+divided by the whole minibatch's counts, so gradients and metrics are summed. Without torchrun there is one rank, and
+everything here returns what it was given.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+TIMEOUT_S = 1800  # a rank may wait this long for a slow reward of another
+
+
+def start(device: str) -> None:
+    """Join the other ranks, if torchrun started this process; before the first call of any other function here."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or torch_dist.is_initialized():
+        return
+    if device != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        backend = "gloo"
+    seconds = float(os.environ.get("FASTPPO_DIST_TIMEOUT", TIMEOUT_S))
+    torch_dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+
+
+def stop() -> None:
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def rank() -> int:
+    return torch_dist.get_rank() if torch_dist.is_initialized() else 0
+
+
+def size() -> int:
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this rank writes files and speaks."""
+    return rank() == 0
+
+
+def part(items: Sequence[T]) -> Sequence[T]:
+    """This rank's run of `items`; the runs of all ranks in order are the whole."""
+    ranks = size()
+    return items[rank() * len(items) // ranks : (rank() + 1) * len(items) // ranks]
+
+
+def balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices of `weights` in `parts` lists of nearly equal total weight: heaviest first, each to the lightest list."""
+    lists: list[list[int]] = [[] for _ in range(parts)]
+    totals = [0] * parts
+    for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        lightest = min(range(parts), key=lambda i: (totals[i], len(lists[i]), i))
+        lists[lightest].append(index)
+        totals[lightest] += weights[index]
+    return [sorted(indices) for indices in lists]
+
+
+def rows(weights: Tensor) -> list[int]:
+    """The rows of a batch that are this rank's, by their weights [B], such as numbers of tokens."""
+    return balanced(weights.tolist(), size())[rank()]
+
+
+def imbalance(weights: Tensor) -> float:
+    """The heaviest rank's total over the mean, 1 if all are equal."""
+    totals = [sum(weights[i].item() for i in indices) for indices in balanced(weights.tolist(), size())]
+    return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
+
+
+def gather(mine: T) -> list[T]:
+    """Every rank's object, on every rank, in the order of ranks."""
+    if size() == 1:
+        return [mine]
+    everyone: list[Any] = [None] * size()
+    torch_dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def together(compute: Callable[[], T]) -> list[T]:
+    """Every rank's result; if `compute` raises on any rank, the first such error is raised on all, so that none waits."""
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = compute()
+    except Exception as raised:
+        if size() == 1:
+            raise
+        error = raised
+    everyone = gather((result, error))
+    if error is not None:
+        raise error
+    for other, (_, theirs) in enumerate(everyone):
+        if theirs is not None:
+            theirs.add_note(f"on rank {other}") if hasattr(theirs, "add_note") else None
+            raise theirs
+    return [value for value, _ in everyone]
+
+
+def main_does(compute: Callable[[], T]) -> T:
+    """The result of the main rank, which alone computes it; an error of its is raised on all ranks."""
+    return together(lambda: compute() if is_main() else None)[0]  # type: ignore[return-value]
+
+
+def agree(*flags: bool) -> tuple[bool, ...]:
+    """Each flag as any rank has it."""
+    return tuple(map(any, zip(*gather(flags), strict=True)))
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Add the ranks' gradients, in place. A rank without a gradient (none of its rows was trained) has zeros."""
+    if size() == 1:
+        return
+    trained = list(parameters)
+    has = torch.tensor([p.grad is not None for p in trained], dtype=torch.int64, device=trained[0].device)
+    torch_dist.all_reduce(has, op=torch_dist.ReduceOp.MAX)
+    used = [p for p, any_rank in zip(trained, has.tolist(), strict=True) if any_rank]
+    for bucket in buckets(used, 64 * 2**20):
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        torch_dist.all_reduce(flat)
+        for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            parameter.grad = total.view_as(parameter).clone()
+
+
+def buckets(parameters: Sequence[nn.Parameter], size_bytes: int) -> list[list[nn.Parameter]]:
+    """Parameters in order, those of one dtype together until `size_bytes` are full."""
+    lists: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        bytes_ = parameter.numel() * parameter.element_size()
+        if not lists or lists[-1][-1].dtype != parameter.dtype or filled + bytes_ > size_bytes:
+            lists.append([])
+            filled = 0
+        lists[-1].append(parameter)
+        filled += bytes_
+    return lists
+
+
+def sum_metrics(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Metric vectors of all ranks together: sums; maxima where the name ends in _max. A rank may have had none."""
+    if size() == 1:
+        return sums
+    total: dict[str, Tensor] = {}
+    for theirs in gather({name: value.cpu() for name, value in sums.items()}):
+        for name, value in theirs.items():
+            combine = torch.maximum if name.endswith("_max") else torch.add
+            total[name] = combine(total[name], value) if name in total else value
+    return total
