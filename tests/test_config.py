@@ -14,6 +14,7 @@ from trainers.arithmetic import ConfigError, check
 from trainers.cli import compare_for_resume, config_yaml, load_config, parse, save_config
 from trainers.config import OptimizerConfig, PPOConfig, PPOTrainerConfig, ReinforceTrainerConfig, block, opt, walk
 from trainers.config_help import help_text, markdown
+from trainers.config_types import one_of
 from trainers.settings import RECIPES, recipes
 from trainers.suggestions import ELSEWHERE, suggest
 
@@ -235,7 +236,7 @@ class TestCommandLine:
             (["seeds"], "seeds: expected key=value, such as env.seed=VALUE"),
             (["ppo_copy"], "ppo_copy: expected key=value; write config=ppo_copy"),
             (["my.yaml"], "my.yaml: expected key=value; write config=my.yaml"),
-            (["config="], "config= has no value: write config=FILE.yaml or a recipe (dapo, ppo_copy, "),
+            (["config="], f"config= has no value: write config=FILE.yaml or a recipe ({one_of(recipes())})"),
             (["config=a", "config=b"], "config= is given 2 times: a, b"),
             (["ppo.sed=1"], "there is no setting ppo.sed; did you mean ppo.seed?"),
             (["policy.optimizer.lr=-1"], "policy.optimizer.lr=-1.0: expected a number >= 0"),

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m trainers.ppo ...
 
-A rollout is cut into parts: each rank samples, rewards and scores its own, and all ranks then hold the whole of it, so that
-advantages, minibatches and filters are computed everywhere alike. Of a minibatch each rank trains a part; losses arrive
-divided by the whole minibatch's counts, so gradients and metrics are summed. Without torchrun there is one rank, and
-everything here returns what it was given.
+A rollout is cut into parts: each rank samples, rewards and scores its own, and all ranks then hold the whole of it, so
+that advantages, minibatches and filters are computed everywhere alike. Of a minibatch each rank trains a part; losses
+arrive divided by the whole minibatch's counts, so gradients and metrics are summed. Without torchrun there is one rank,
+and everything here returns what it was given.
 """
 
 import os
@@ -90,7 +90,7 @@ def gather(mine: T) -> list[T]:
 
 
 def together(compute: Callable[[], T]) -> list[T]:
-    """Every rank's result; if `compute` raises on any rank, the first such error is raised on all, so that none waits."""
+    """Every rank's result. If `compute` raises on any rank, such an error is raised on all, so that none waits."""
     result: Any = None
     error: Exception | None = None
     try:

@@ -72,6 +72,8 @@ class PPOTrainer(Trainer):
         with self.run.timer("adv"):
             return estimate_advantages(self.rewards(batch, self.kl.coef), self.cfg)
 
+    prepare = generate_ppo_data
+
     def build_losses(self, path: Path | str, device: torch.device, dtype: torch.dtype) -> None:
         super().build_losses(path, device, dtype)
         self.value = self._make_value(path, device, dtype)

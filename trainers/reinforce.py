@@ -52,3 +52,5 @@ class ReinforceTrainer(Trainer):
         self.score_logprobs(batch)
         with self.run.timer("adv"):
             return estimate_advantages(self.rewards(batch, self.kl.coef), self.cfg)
+
+    prepare = generate_reinforce_data

@@ -167,6 +167,10 @@ class Trainer:
             batch.update(**self.policy.score(batch, self.scored | want))
             return leave_out(batch, self.cfg)
 
+    def prepare(self, batch: RolloutBatch) -> RolloutBatch:
+        """The rollout with all that the updates need: `generate_ppo_data` or `generate_reinforce_data`."""
+        raise NotImplementedError
+
     def policy_minibatches(
         self, batch: RolloutBatch, done: list[StepMetrics], *, step: int, epoch: int
     ) -> Iterator[RolloutBatch]:
