@@ -120,7 +120,7 @@ BOUNDS = {
     "value.optimizer.betas": (["[1, 1]"], ["[0.9, 0.9]"]),
     "env.name": (
         ["sentimant", "copy:x", "reasoning_gym", "reasoning_gym:", "python:f", "python:", '""'],
-        ["reasoning_gym:chain_sum", "python:my_package.rewards.score"],
+        ["reasoning_gym:chain_sum", "python:my_package.rewards.score", "lookup"],
     ),
     "data.max_prompt_length": (["0"], ["1"]),
     "data.prompts": (["no_such_file.jsonl"], []),
@@ -137,6 +137,7 @@ BOUNDS = {
     "ppo.reward_shaping.stop_properly_penalty_coef": (["-0.1", "1.1"], ["0", "1"]),
     "ppo.cliprange_reward": (["0", "-1"], ["10", "null"]),
     "ppo.num_prompts_per_step": (["0"], ["2"]),
+    "ppo.max_rollout_turns": (["0"], ["1"]),
     "ppo.ppo_epochs": (["0"], ["2"]),
     "ppo.max_num_steps": (["-1"], ["0"]),
     "ppo.policy_training_start_step": (["0"], ["1"]),
@@ -173,8 +174,8 @@ class TestRanges:
             "policy.generation.temperature=0.0: expected a number > 0"
         )
         assert refused("env.name=sentimant") == (
-            "env.name=sentimant: expected sentiment, copy, reasoning_gym:<dataset> or python:<module>.<function>; "
-            "did you mean sentiment?"
+            "env.name=sentimant: expected sentiment, copy, lookup, reasoning_gym:<dataset> or python:<module>."
+            "<function or class>; did you mean sentiment?"
         )
 
     def test_gmpo_bounds_the_log_ratio(self):
@@ -235,8 +236,11 @@ UNUSED = [
     ((), "data.prompt_key=text", ("data.prompts=pyproject.toml",)),
     ((), "data.system_prompt=hello", ("data.chat_template=true",)),
     ((), "env.seed=1", ("env.name=copy",)),
+    ((), "env.seed=1", ("env.name=lookup",)),
+    ((), "policy.max_total_sequence_length=500", ("ppo.max_rollout_turns=2",)),
     (("env.name=python:a.b",), "env.size=100", ("env.name=reasoning_gym:chain_sum",)),
     (("env.name=copy",), "env.params={a: 1}", ("env.name=reasoning_gym:chain_sum",)),
+    ((), "env.params={a: 1}", ("env.name=python:a.B",)),
     (("env.name=copy",), "data.prompts=pyproject.toml", ()),
     (("env.name=copy",), "data.chat_template=true", ()),
     ((), "policy.scheduler.decay_steps=5", ("policy.scheduler.name=linear",)),
@@ -295,6 +299,15 @@ class TestNeeds:
             "ppo.policy_training_start_step=2 needs value.mode=local"
         )
         accepted("ppo.policy_training_start_step=2", "value.mode=local")
+
+    def test_turns_need_a_length_of_them_all(self):
+        assert refused("ppo.max_rollout_turns=3") == (
+            "ppo.max_rollout_turns=3 needs policy.max_total_sequence_length, the longest row of prompt, turns and "
+            "observations in tokens"
+        )
+        plan = accepted("ppo.max_rollout_turns=3", "policy.max_total_sequence_length=1000")
+        assert plan.longest_sequence == 1000
+        assert "each at most 3 turns of 16 new tokens, 1,000 tokens in all\n" in plan.describe()
 
     def test_a_scaling_needs_a_range(self):
         assert refused("ppo.reward_scaling.enabled=true", "ppo.reward_scaling.source_min=1") == (

@@ -6,11 +6,12 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from trainers.config import EnvConfig
-from trainers.environments import Prompt, Sample, make_environment
+from trainers.environments import Message, Prompt, Sample, Turn, lookup, make_environment
 from trainers.environments.function import FunctionEnvironment
 from trainers.environments.guards import is_plain_maths
 from trainers.extras import require
@@ -60,6 +61,38 @@ def test_copy_reward_is_the_share_of_the_target():
     prompt = Prompt("<s> w7", {"target": 7}, (0, 7))
     responses = [(7, 7, 7, 7), (7, 7, 7, 1), (7, 3), (1,), (3, 4), ()]
     assert environment.score([sample(prompt, "", ids) for ids in responses]) == [1.0, 0.75, 0.5, 0.0, 0.0, 0.0]
+
+
+# --- lookup ------------------------------------------------------------------------------------------------------
+
+
+def test_lookup_prompts_tell_the_key_alone():
+    environment = make_environment(EnvConfig(name="lookup", size=400, seed=4))
+    prompts = environment.prompts()
+    assert len(prompts) == 400
+    assert {prompt.ids for prompt in prompts} == {(0, key) for key in lookup.WORDS}
+    assert all(prompt.ids[1] == prompt.metadata["key"] for prompt in prompts)
+    pairs = {(prompt.metadata["key"], prompt.metadata["value"]) for prompt in prompts}
+    assert len(pairs) == len(lookup.WORDS) ** 2  # every key has every value in some task
+    assert prompts == make_environment(EnvConfig(name="lookup", size=400, seed=4)).prompts()
+
+
+def test_lookup_pays_for_asking_for_the_key_and_the_answer_once_each():
+    environment = make_environment(EnvConfig(name="lookup", size=1))
+    prompt = Prompt("<s> w7", {"key": 7, "value": 9}, (0, 7))
+
+    def turn(*ids: int, paid: float | None = None) -> Turn:
+        written = sample(prompt, "", ids)
+        metadata = {} if paid is None else {"paid": paid}
+        return environment.step([replace(written, messages=(Message("policy", ids, ""),), metadata=metadata)])[0]
+
+    assert turn(2, 7) == Turn(observation_ids=(3, 9), reward=0.5, metadata={"paid": 0.5})
+    assert turn(2, 8) == Turn(observation_ids=(4,), reward=0.25, metadata={"paid": 0.25})
+    assert turn(2) == Turn(observation_ids=(4,), reward=0.25, metadata={"paid": 0.25})
+    assert turn(2, 7, paid=0.25) == Turn(observation_ids=(3, 9), reward=0.25, metadata={"paid": 0.5})
+    assert turn(2, 8, paid=0.5) == Turn(observation_ids=(4,), reward=0.0, metadata={"paid": 0.5})
+    for ids, reward in (((9, 9), 0.5), ((9, 7), 0.25), ((7, 2), 0.0), ((9,), 0.5)):
+        assert turn(*ids, paid=0.5) == Turn(reward=reward, done=True)
 
 
 # --- reasoning_gym -----------------------------------------------------------------------------------------------
@@ -211,6 +244,15 @@ def test_reasoning_gym_errors(name, params, message):
 def reward_module(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def length(samples, prompts, outputs, **metadata):\n    return [len(o) for o in outputs]\nlimit = 3\n"
+        "class Game:\n"
+        "    default_model = 'tiny-llama'\n"
+        "    def __init__(self, level=1):\n        self.level = level\n"
+        "    def prompts(self):\n        return []\n"
+        "    def step(self, samples):\n        return []\n"
+        "game = Game(level=5)\n"
+        "class Half:\n    def score(self, samples):\n        return []\n"
+        "class Nothing:\n    default_model = 'tiny-llama'\n    def prompts(self):\n        return []\n"
+        "half = Half()\n"
     )
     (tmp_path / "needs_more.py").write_text("import a_module_that_is_missing\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -228,16 +270,29 @@ def test_function_by_name(reward_module):
 @pytest.mark.parametrize(
     ("path", "error", "message"),
     [
-        ("length", ValueError, "env.name=python:length: expected python:<module>.<function>"),
+        ("length", ValueError, "env.name=python:length: expected python:<module>.<function or class>"),
         ("my_reward.length", ImportError, r"cannot import my_reward .*PYTHONPATH"),
         ("needs_more.length", ImportError, "cannot import needs_more .*a_module_that_is_missing"),
         ("my_rewards.lenght", ValueError, r"my_rewards has no lenght; did you mean length\?"),
-        ("my_rewards.limit", TypeError, "python:my_rewards.limit must be a function, got int"),
+        ("my_rewards.limit", TypeError, "limit must be a reward function or an environment, got int"),
+        ("my_rewards.Half", TypeError, "Half is not an environment: it has no default_model, no prompts"),
+        ("my_rewards.half", TypeError, "half is not an environment: it has no default_model, no prompts"),
+        ("my_rewards.Nothing", TypeError, "Nothing is not an environment: it has no score or step"),
     ],
 )
 def test_function_that_cannot_be_loaded(reward_module, path, error, message):
     with pytest.raises(error, match=message):
         make_environment(EnvConfig(name=f"python:{path}"))
+
+
+def test_environment_by_name_of_its_class_or_instance(reward_module):
+    assert make_environment(EnvConfig(name="python:my_rewards.Game")).level == 1
+    assert make_environment(EnvConfig(name="python:my_rewards.Game", params={"level": 3})).level == 3
+    assert make_environment(EnvConfig(name="python:my_rewards.game")).level == 5
+    with pytest.raises(ValueError, match="env.params of python:my_rewards.Game: got an unexpected .*'levle'"):
+        make_environment(EnvConfig(name="python:my_rewards.Game", params={"levle": 3}))
+    with pytest.raises(ValueError, match="env.params: python:my_rewards.game has no settings"):
+        make_environment(EnvConfig(name="python:my_rewards.game", params={"level": 3}))
 
 
 def test_function_is_called_with_texts_and_metadata():
@@ -288,9 +343,9 @@ def test_function_that_is_none():
         ("cpoy", "did you mean copy?"),
         ("reasoning_gym", "did you mean reasoning_gym:<dataset>?"),
         ("reasoning_gim:chain_sum", "did you mean reasoning_gym:<dataset>?"),
-        ("python", "did you mean python:<module>.<function>?"),
+        ("python", "did you mean python:<module>.<function or class>?"),
         ("copy:7", "did you mean copy?"),
-        ("zzz", "there are: sentiment, copy, reasoning_gym:<dataset>, python:<module>.<function>"),
+        ("zzz", "there are: sentiment, copy, lookup, reasoning_gym:<dataset>, python:<module>.<function or class>"),
     ],
 )
 def test_unknown_name(name, suggestion):
@@ -301,13 +356,13 @@ def test_unknown_name(name, suggestion):
     assert ("did you mean" in str(error.value)) == ("did you mean" in suggestion)
 
 
-@pytest.mark.parametrize("name", ["sentiment", "copy", "python:json.dumps"])
+@pytest.mark.parametrize("name", ["sentiment", "copy", "lookup", "python:json.dumps"])
 def test_params_where_there_are_none(name):
     with pytest.raises(ValueError, match=rf"env.params: {name} has no settings, got \['level'\]"):
         make_environment(EnvConfig(name=name, params={"level": 1}))
 
 
-@pytest.mark.parametrize("name", ["copy", "reasoning_gym:chain_sum"])
+@pytest.mark.parametrize("name", ["copy", "lookup", "reasoning_gym:chain_sum"])
 def test_size_below_one(name):
     with pytest.raises(ValueError, match="env.size must be at least 1, got 0"):
         make_environment(EnvConfig(name=name, size=0))

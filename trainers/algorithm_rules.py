@@ -76,6 +76,7 @@ def unused_rules(config: TrainerConfig) -> list[Rule]:
             f"{name}.kl_controller: target horizon",
             f"{name}.kl_controller.name=fixed",
         ),
+        (cfg.max_rollout_turns == 1, "policy: max_total_sequence_length", f"{name}.max_rollout_turns=1"),
         (
             not cfg.use_dynamic_sampling,
             f"{name}: batch_multiplier dynamic_sampling_max_gen_batches dynamic_sampling_on_exhausted "
@@ -100,6 +101,11 @@ def needed_rules(config: TrainerConfig) -> Iterator[str]:
         yield (
             f"{name}.adv_estimator.name={estimator} compares the responses to a prompt: "
             f"{name}.num_generations_per_prompt must be at least 2, got {count}"
+        )
+    if cfg.max_rollout_turns > 1 and config.policy.max_total_sequence_length is None:
+        yield (
+            f"{name}.max_rollout_turns={cfg.max_rollout_turns} needs policy.max_total_sequence_length, the longest row "
+            "of prompt, turns and observations in tokens"
         )
     if cfg.use_dynamic_sampling and count < 2:
         yield (

@@ -15,7 +15,7 @@ from typing import Any
 from trainers.algorithm_rules import Rule, needed_rules, unused_rules
 from trainers.config import TrainerConfig, walk
 from trainers.config_types import expected, fits, named, one_of, shown
-from trainers.environments import nearest
+from trainers.environments import NAMES, nearest
 from trainers.ranges import RANGES
 
 
@@ -32,6 +32,8 @@ class BatchPlan:
     epochs: int
     max_prompt_length: int
     max_new_tokens: int
+    max_turns: int
+    max_length: int | None  # of a row of several turns; None: a prompt and one response
     max_steps: int
     policy_batch: int
     policy_micro_batch: int
@@ -45,7 +47,7 @@ class BatchPlan:
 
     @property
     def longest_sequence(self) -> int:
-        return self.max_prompt_length + self.max_new_tokens
+        return self.max_length or self.max_prompt_length + self.max_new_tokens
 
     @property
     def policy_steps_per_rollout(self) -> int:
@@ -80,10 +82,12 @@ class BatchPlan:
                 f"each {batch} sequences in {counted(micro_batches, 'micro-batch', 'micro-batches')} of up to {micro}"
             )
 
+        longest = f"{self.max_prompt_length} prompt + {self.max_new_tokens} new = {self.longest_sequence:,} tokens"
+        if self.max_length:
+            longest = f"{self.max_turns} turns of {self.max_new_tokens} new tokens, {self.max_length:,} tokens in all"
         lines = [
             f"rollout   {counted(self.prompts, 'prompt')} x {counted(self.responses_per_prompt, 'response')} = "
-            f"{counted(self.sequences, 'sequence')} a step, each at most {self.max_prompt_length} prompt + "
-            f"{self.max_new_tokens} new = {self.longest_sequence:,} tokens",
+            f"{counted(self.sequences, 'sequence')} a step, each at most {longest}",
             "policy    "
             + updates(
                 self.policy_steps_per_rollout, self.policy_batch, self.policy_micro_batch, self.policy_micro_batches
@@ -124,6 +128,8 @@ def check(config: TrainerConfig) -> BatchPlan:
         epochs=cfg.ppo_epochs,
         max_prompt_length=config.data.max_prompt_length,
         max_new_tokens=config.policy.generation.max_new_tokens,
+        max_turns=cfg.max_rollout_turns,
+        max_length=config.policy.max_total_sequence_length,
         max_steps=cfg.max_num_steps,
         policy_batch=config.policy.train_global_batch_size,
         policy_micro_batch=config.policy.train_micro_batch_size,
@@ -145,12 +151,16 @@ def check_model(config: Any, model: Any, longest_prompt: int) -> None:
                 f"policy.generation.stop_token_ids: {token} is outside the model's vocabulary of {model.vocab_size}"
             )
     positions = getattr(model, "max_position_embeddings", None)
-    longest = longest_prompt + config.policy.generation.max_new_tokens
-    if positions is not None and longest > positions:
+    limit, new = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
+    if limit is not None and longest_prompt >= limit:
         raise ConfigError(
-            f"a prompt of {longest_prompt} tokens + policy.generation.max_new_tokens="
-            f"{config.policy.generation.max_new_tokens} = {longest}, but the model has {positions} positions"
+            f"policy.max_total_sequence_length={limit} leaves no room for a response to a prompt of {longest_prompt} "
+            "tokens"
         )
+    if positions is not None and (limit or longest_prompt + new) > positions:
+        what = f"a prompt of {longest_prompt} tokens + policy.generation.max_new_tokens={new} = {longest_prompt + new}"
+        what = what if limit is None else f"policy.max_total_sequence_length={limit}"
+        raise ConfigError(f"{what}, but the model has {positions} positions")
 
 
 def wrong_types(config: Any) -> Iterator[str]:
@@ -194,9 +204,8 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
         yield "policy.model_name is empty: expected auto, a folder or a hub id"
     if not config.logger.run_dir:
         yield "logger.run_dir is empty: expected auto or a folder"
-    if not re.fullmatch(r"sentiment|copy|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", config.env.name):
-        known = ("sentiment", "copy", "reasoning_gym:<dataset>", "python:<module>.<function>")
-        yield f"env.name={config.env.name}: expected {one_of(known)}{nearest(config.env.name.partition(':')[0], known)}"
+    if not re.fullmatch(r"sentiment|copy|lookup|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", config.env.name):
+        yield f"env.name={config.env.name}: expected {one_of(NAMES)}{nearest(config.env.name.partition(':')[0], NAMES)}"
     if config.data.prompts is not None and not Path(config.data.prompts).expanduser().is_file():
         yield f"data.prompts={config.data.prompts}: there is no such file"
     resume = config.checkpointing.resume
@@ -245,9 +254,9 @@ def unused(config: TrainerConfig) -> Iterator[str]:
         (config.data.prompts is None, "data: prompt_key", "data.prompts=null"),
         (not config.data.chat_template, "data: system_prompt", "data.chat_template=false"),
         (not generated_tasks(config), "env: seed size", f"env.name={env}, which generates no tasks"),
-        (not env.startswith("reasoning_gym:"), "env: params", f"env.name={env}, which has no settings"),
+        (not env.startswith(("reasoning_gym:", "python:")), "env: params", f"env.name={env}, which has no settings"),
         (generated_tasks(config), "data: prompts", f"env.name={env}, which scores only its own tasks"),
-        (env == "copy", "data: chat_template", "env.name=copy, whose prompts are token ids"),
+        (env in ("copy", "lookup"), "data: chat_template", f"env.name={env}, whose prompts are token ids"),
         *(
             (
                 part.scheduler.name == "constant",
@@ -293,7 +302,7 @@ def trained_parts(config: TrainerConfig) -> list[tuple[str, Any]]:
 
 def generated_tasks(config: TrainerConfig) -> bool:
     """Whether the environment makes its own tasks from `env.seed`, `env.size` of them."""
-    return config.env.name.partition(":")[0] in ("copy", "reasoning_gym")
+    return config.env.name.partition(":")[0] in ("copy", "lookup", "reasoning_gym")
 
 
 def counted(n: int, noun: str, plural: str | None = None) -> str:

@@ -68,6 +68,11 @@ CHARTS = (
     Chart("Policy loss", (Line("actor/pg_loss", "policy"),)),
     Chart("Response length", _spread("response_length")),
     Chart("Responses cut at the limit", (Line("response_length/clip_ratio", "cut"),)),
+    Chart("Turns of a dialogue", (Line("rollout/turns_mean", "mean"), Line("rollout/turns_max", "max", style="faint"))),
+    Chart(
+        "How dialogues end",
+        _pair("rollout/natural_termination_rate", "environment", "rollout/truncation_rate", "length limit"),
+    ),
     Chart("Reward after KL", _spread("critic/rewards")),
     Chart("Value loss", (Line("critic/vf_loss", "critic"),)),
     Chart("Explained variance of the returns", (Line("critic/vf_explained_var", "critic"),)),

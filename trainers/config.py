@@ -44,7 +44,7 @@ class SchedulerConfig:
 class GenerationConfig:
     """How the policy is sampled. Every option here is scored by the trainer (log-probs are of this distribution)."""
 
-    max_new_tokens: int = opt(16, "longest response in tokens, the stop token included")
+    max_new_tokens: int = opt(16, "longest response in tokens, the stop token included; in a dialogue, of each turn")
     temperature: float = opt(1.0, "sampling temperature; the trainer divides the logits by it too")
     ignore_eos: bool = opt(
         False, "sample past the end-of-sequence token (fixed-length responses); stop_token_ids still stop"
@@ -70,6 +70,11 @@ class PolicyConfig:
     num_layers_unfrozen: int = opt(
         8,
         "train the top N decoder layers over a frozen trunk that runs once per rollout; -1 or N >= layers: everything",
+    )
+    max_total_sequence_length: int | None = opt(
+        None,
+        "with ppo.max_rollout_turns > 1: longest row in tokens, of prompt, turns and observations; an observation "
+        "that does not fit is cut",
     )
     train_global_batch_size: int = opt(8, "sequences per optimizer step of the policy, over all ranks")
     train_micro_batch_size: int = opt(
@@ -102,11 +107,13 @@ class ValueConfig:
 
 @dataclass
 class EnvConfig:
-    name: str = opt("sentiment", "sentiment, copy, reasoning_gym:<dataset> or python:<module>.<function>")
-    seed: int = opt(0, "seed of generated tasks (copy, reasoning_gym)")
-    size: int = opt(512, "number of generated tasks (copy, reasoning_gym)")
+    name: str = opt(
+        "sentiment", "sentiment, copy, lookup, reasoning_gym:<dataset> or python:<module>.<function or class>"
+    )
+    seed: int = opt(0, "seed of generated tasks (copy, lookup, reasoning_gym)")
+    size: int = opt(512, "number of generated tasks (copy, lookup, reasoning_gym)")
     params: dict[str, Any] = opt(
-        {}, "further arguments of the environment, such as a reasoning_gym dataset's own settings"
+        {}, "arguments of the environment: a reasoning_gym dataset's own settings, or those of a Python class"
     )
 
 

@@ -128,6 +128,9 @@ class AlgorithmConfig:
 
     num_prompts_per_step: int = opt(8, "prompts per step")
     num_generations_per_prompt: int = opt(4, "responses per prompt; batch = prompts x responses")
+    max_rollout_turns: int = opt(
+        1, "turns of the policy in one dialogue; more than 1 needs an environment that answers (docs/environments.md)"
+    )
     ppo_epochs: int = opt(1, "passes over each rollout")
     policy_training_start_step: int = opt(
         1, "first step in which the policy is trained; a local critic is trained from the start"

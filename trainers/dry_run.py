@@ -11,7 +11,7 @@ from torch import nn
 from trainers.arithmetic import ConfigError, check, counted
 from trainers.backbone import pick_device, pick_dtype
 from trainers.config import TrainerConfig, ValueConfig
-from trainers.environments import Environment, make_environment
+from trainers.environments import Environment, check_turns, make_environment
 from trainers.extras import require
 from trainers.models import SMOLLM2, TINY_LLAMA, default_cache, is_complete, resolve_model
 from trainers.prompts import load_prompts
@@ -26,6 +26,7 @@ def dry_run(config: TrainerConfig) -> str:
     plan = check(config)
     try:
         environment = make_environment(config.env)
+        check_turns(environment, config)
         prompts = load_prompts(config.data, environment)
         device = pick_device(config.cluster.device)
         dtype = pick_dtype(config.policy.dtype, device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainers.config import AlgorithmConfig
-from trainers.environments import Prompt, Sample
+from trainers.environments import Message, Prompt, Sample
 from trainers.rollout import FINISH, RolloutBatch
 from trainers.run import TrainingError
 
@@ -117,6 +117,15 @@ def packed(batch: RolloutBatch) -> dict[str, Any]:
 
 
 def unpacked(record: dict[str, Any]) -> RolloutBatch:
-    samples = [Sample(**{**sample, "prompt": Prompt(**sample["prompt"])}) for sample in record["samples"]]
+    samples = [
+        Sample(
+            **{
+                **sample,
+                "prompt": Prompt(**sample["prompt"]),
+                "messages": tuple(Message(**message) for message in sample["messages"]),
+            }
+        )
+        for sample in record["samples"]
+    ]
     greedy = None if record["greedy"] is None else unpacked(record["greedy"])
     return RolloutBatch(**record["tensors"], samples=samples, greedy=greedy)

@@ -54,6 +54,8 @@ METRICS: dict[str, str] = {
     **_stats("response_length", "tokens"),
     "response_length/clip_ratio": "share",
     **_stats("prompt_length", "tokens"),
+    **{"rollout/turns_mean": "turns", "rollout/turns_max": "turns", "rollout/observation_tokens_mean": "tokens"},
+    **_stats("rollout", "share", "natural_termination_rate truncation_rate"),
     **{"training/global_step": "steps", "training/epoch": "epochs", "training/consumed_prompts": "prompts"},
     **{"training/consumed_samples": "sequences", "training/total_valid_tokens": "tokens"},
     **_stats("training", "probability", "rollout_probs_diff_mean rollout_probs_diff_max"),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fastppo
+from trainers.dialogues import ENDINGS
 from trainers.filtering import logprob_error
 from trainers.optim import StepMetrics, add_metrics
 from trainers.rollout import FINISH, RolloutBatch
@@ -19,10 +20,18 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     metrics = {
         **_spread("critic/score", batch.raw_reward),
         **_spread("response_length", lengths),
-        **_spread("prompt_length", batch.lengths - lengths),
+        **_spread("prompt_length", batch.prompt_lengths),
         "response_length/clip_ratio": _mean(batch.finish == FINISH.index("length")),
         "perf/total_num_tokens": float(batch.tokens.numel()),
     }
+    if batch.turns is not None:
+        metrics |= {
+            "rollout/turns_mean": _mean(batch.turns),
+            "rollout/turns_max": float(batch.turns.max()),
+            "rollout/observation_tokens_mean": _mean(batch.lengths - batch.prompt_lengths - lengths),
+            "rollout/natural_termination_rate": _mean(batch.ended == ENDINGS.index("done")),
+            "rollout/truncation_rate": _mean(batch.ended == ENDINGS.index("length")),
+        }
     if batch.old_logprobs is not None:
         difference = (batch.old_logprobs.exp() - batch.rollout_logprobs.exp())[mask].abs()
         apart, error = (batch.old_logprobs - batch.rollout_logprobs)[mask].double(), logprob_error(batch)
@@ -77,7 +86,7 @@ def validation_metrics(
     """Scores and lengths; with `metric_fn` also the mean of each of its per-sample lists, as val/metrics/<name>."""
     lengths = batch.response_lengths
     texts = {
-        "samples": [sample.prompt.text + sample.response for sample in batch.samples],
+        "samples": [sample.text for sample in batch.samples],
         "prompts": [sample.prompt.text for sample in batch.samples],
         "outputs": [sample.response for sample in batch.samples],
     }
@@ -102,13 +111,12 @@ def token_table(
     for row in range(len(batch)):
         start, stop = int(batch.cu_seqlens[row]), int(batch.cu_seqlens[row + 1])
         tokens = [_token(batch, t, logprobs, tokenizer, clip) for t in range(start, stop)]
-        ids = batch.tokens[start:stop]
-        mask = batch.mask[start:stop]
+        ids, prompt_length = batch.tokens[start:stop], int(batch.prompt_lengths[row])
         rows.append(
             {
                 "sample_id": int(batch.sample_id[row]),
-                "prompt": tokenizer.decode(ids[~mask]),
-                "response": tokenizer.decode(ids[mask]),
+                "prompt": tokenizer.decode(ids[:prompt_length]),
+                "response": tokenizer.decode(ids[prompt_length:]),
                 "finish": FINISH[int(batch.finish[row])],
                 "score": float(batch.raw_reward[row]),
                 "kl": None if kl is None else float(kl[row]),

@@ -1,13 +1,15 @@
 """From scores to per-token rewards: who pays what, and where it is paid.
 
-The task's score sits on the last response token (the stop token included); scores per token sit on their own. What
+The task's score sits on the last response token (the stop token included), of all turns, and so does what the turns of
+a dialogue have paid; scores per token sit on their own. What
 scaling, shaping, normalisation and clipping make of a response's score is paid, as the difference, on its last token.
 The KL to the reference, if it is charged in the reward, is per token and detached.
 """
 
 import json
 import math
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import is_dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -17,47 +19,60 @@ from torch import Tensor
 
 import fastppo
 from trainers.config import AlgorithmConfig, LossConfig
-from trainers.environments import Environment, Sample
+from trainers.environments import Environment, RewardError, Sample
 from trainers.rollout import FINISH, RolloutBatch
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-class RewardError(ValueError):
-    """A reward that cannot be trained on; `sample` is the response it was asked for, if it is known."""
-
-    def __init__(self, message: str, sample: Sample | None = None):
-        super().__init__(message)
-        self.sample = sample
-
-
 def score(environment: Environment, batch: RolloutBatch) -> RolloutBatch:
-    """Ask the environment; fill `raw_reward` [B] and `token_scores` [T]."""
+    """Ask the environment; fill `raw_reward` [B] and `token_scores` [T]. RewardErrors carry the batch's samples."""
+    try:
+        return _scored(environment, batch)
+    except RewardError as error:
+        error.samples = batch.samples
+        raise
+
+
+def _scored(environment: Environment, batch: RolloutBatch) -> RolloutBatch:
     samples = batch.samples
-    try:
-        answers = environment.score(samples)
-    except Exception as error:
-        raise RewardError(f"the reward failed: {type(error).__name__}: {error}") from error
-    try:
-        count = len(answers)
-    except TypeError:
-        raise RewardError(f"the reward must be a list of {len(samples)} values, got {type(answers).__name__}") from None
-    if count != len(samples):
-        raise RewardError(f"the reward must give {len(samples)} values, one per response, got {count}")
     token_scores = torch.zeros(batch.tokens.numel())
     raw = []
-    for answer, sample, last in zip(answers, samples, batch.last_selected().tolist(), strict=True):
+    responses = batch.mask.nonzero().squeeze(1).split(batch.response_lengths.tolist())
+    for answer, sample, tokens in zip(answers(environment, samples), samples, responses, strict=True):
         values = _values(answer, sample)  # one for the last response token, or one for each
-        token_scores[last + 1 - len(values) : last + 1] = torch.tensor(values)
-        raw.append(math.fsum(values))
+        token_scores[tokens[-len(values) :]] = torch.tensor(values)
+        token_scores[tokens[-1]] += sample.reward
+        raw.append(math.fsum([*values, sample.reward]))
     return batch.update(raw_reward=torch.tensor(raw, dtype=torch.float32), token_scores=token_scores)
 
 
-def dump(batch: RolloutBatch, path: Path) -> None:
+def answers(environment: Environment, samples: Sequence[Sample]) -> Sequence[Any]:
+    """What the environment's `score` says of each sample; 0 where its turns are all that pays.
+
+    Raises:
+        RewardError: it raised, or its answer has not one entry a sample.
+    """
+    if not hasattr(environment, "score"):
+        return [0.0] * len(samples)
+    try:
+        scores = environment.score(samples)
+    except Exception as error:
+        raise RewardError(f"the reward failed: {type(error).__name__}: {error}") from error
+    try:
+        count = len(scores)
+    except TypeError:
+        raise RewardError(f"the reward must be a list of {len(samples)} values, got {type(scores).__name__}") from None
+    if count != len(samples):
+        raise RewardError(f"the reward must give {len(samples)} values, one per response, got {count}")
+    return scores
+
+
+def dump(samples: Sequence[Sample], path: Path) -> None:
     """Every response of a rollout that could not be rewarded, for the author of the reward."""
     with path.open("w", encoding="utf-8") as file:
-        for sample in batch.samples:
-            file.write(json.dumps(asdict(sample)) + "\n")
+        for sample in samples:  # metadata are the environment's own, and may hold anything
+            file.write(json.dumps(vars(sample), default=lambda x: vars(x) if is_dataclass(x) else str(x)) + "\n")
 
 
 class Rewards:

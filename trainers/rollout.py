@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from trainers.config import GenerationConfig
+from trainers.dialogues import ENDINGS, Dialogue, Row, read_turns, write_turn
 from trainers.engines import Completion, Engine, Sampling
-from trainers.environments import Sample
+from trainers.environments import Environment, RewardError, Sample
 from trainers.prompts import TokenizedPrompt
 
 FINISH = ("stop", "length")  # codes of RolloutBatch.finish
@@ -42,6 +43,8 @@ class RolloutBatch:
     sample_id: Tensor = sequence_field()  # [B] int64, row within the step
     finish: Tensor = sequence_field()  # [B] int64, index into FINISH
     weight_version: Tensor = sequence_field()  # [B] int64, step of the weights that sampled it
+    turns: Tensor | None = sequence_field()  # [B] int64, turns of the policy, where there may be several
+    ended: Tensor | None = sequence_field()  # [B] int64, index into dialogues.ENDINGS, likewise
 
     valid: Tensor | None = sequence_field()  # [B] bool: trained on; None: all of them are
     raw_reward: Tensor | None = sequence_field()  # [B] float32, the task's score
@@ -81,6 +84,12 @@ class RolloutBatch:
     def positions(self) -> Tensor:
         """[T] int64: place of each token in its own sequence."""
         return torch.arange(self.tokens.numel()) - self.cu_seqlens[:-1][self.sequence_ids]
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[B] int64: tokens before the first response token. What stands between turns is not the prompt."""
+        index = torch.where(self.mask, self.positions, self.tokens.numel())
+        return torch.full((len(self),), self.tokens.numel()).scatter_reduce(0, self.sequence_ids, index, "amin")
 
     @property
     def response_lengths(self) -> Tensor:
@@ -158,46 +167,64 @@ def generate(
     step: int,
     first_sample: int = 0,
     greedy: bool = False,
+    environment: Environment | None = None,
+    max_turns: int = 1,
+    max_length: int | None = None,
 ) -> RolloutBatch:
-    """`samples_per_prompt` responses to each prompt, siblings adjacent, packed. `first_sample` is the first's
-    sample_id, on which its seed depends; `greedy` takes the likeliest token throughout."""
-    repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-    sample_ids = range(first_sample, first_sample + len(repeated))
-    seeds = [hash64(seed, step, sample_id, 0) for sample_id in sample_ids]
+    """`samples_per_prompt` responses to each prompt, siblings adjacent, packed.
+
+    Args:
+        first_sample: the first one's sample_id, on which its seeds depend.
+        greedy: take the likeliest token throughout.
+        environment: answers each turn if it has a `step`; its observations stand in the rows with mask 0.
+        max_turns: turns of the policy in one row; more than 1 needs such an environment.
+        max_length: tokens of a row, prompt and observations included; None: no limit but max_new_tokens.
+
+    Raises:
+        RewardError: an answer of the environment that cannot be used; it carries every sample as it was then.
+    """
     sampling = replace(Sampling.from_config(generation), greedy=greedy)
-    completions = engine.generate([list(prompt.ids) for prompt in repeated], sampling, seeds)
-    batch = pack([prompt.ids for prompt in repeated], completions)
+    dialogues = [Dialogue.of(prompt) for prompt in prompts for _ in range(samples_per_prompt)]
+    open_ids = list(range(len(dialogues)))
+    for turn in range(max_turns):
+        rows = [dialogues[i] for i in open_ids]
+        seeds = [hash64(seed, step, first_sample + i, turn) for i in open_ids]
+        write_turn(engine, rows, sampling, seeds, tokenizer, max_length)
+        if not hasattr(environment, "step"):
+            break
+        try:
+            read_turns(environment, rows, tokenizer, last=turn + 1 == max_turns, max_length=max_length)
+        except RewardError as error:
+            error.samples = [dialogue.sample(tokenizer) for dialogue in dialogues]
+            raise
+        open_ids = [i for i in open_ids if dialogues[i].ended is None]
+        if not open_ids:
+            break
+    batch = pack_rows([dialogue.row for dialogue in dialogues])
     batch.group = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
-    batch.sample_id = torch.tensor(sample_ids)
-    batch.samples = [
-        Sample(
-            prompt=prompt.prompt,
-            prompt_ids=tuple(prompt.ids),
-            response_ids=tuple(completion.tokens),
-            response=tokenizer.decode(completion.tokens, skip_special_tokens=True),
-            finish=completion.finish,
-        )
-        for prompt, completion in zip(repeated, completions, strict=True)
-    ]
+    batch.sample_id = torch.arange(first_sample, first_sample + len(dialogues))
+    batch.samples = [dialogue.sample(tokenizer) for dialogue in dialogues]
+    if max_turns > 1:
+        batch.turns = torch.tensor([dialogue.turns for dialogue in dialogues])
+        batch.ended = torch.tensor([ENDINGS.index(dialogue.ended) for dialogue in dialogues])
     return batch
 
 
 def pack(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> RolloutBatch:
-    """One packed batch of prompt + response rows; the mask is what the policy sampled, never `ids != pad`."""
-    rows = [
-        (list(prompt) + completion.tokens, len(prompt), completion)
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    lengths = torch.tensor([len(ids) for ids, _, _ in rows], dtype=torch.int64)
-    sampled = [[False] * start + [True] * len(c.tokens) for _, start, c in rows]
-    logprobs = [[0.0] * start + c.logprobs for _, start, c in rows]
+    """One packed batch of rows of one turn: a prompt and what the policy made of it."""
+    return pack_rows([Row.of(prompt).write(c) for prompt, c in zip(prompts, completions, strict=True)])
+
+
+def pack_rows(rows: Sequence[Row]) -> RolloutBatch:
+    """The rows back to back; the mask is what the policy sampled, never `ids != pad`."""
+    lengths = torch.tensor([len(row.ids) for row in rows], dtype=torch.int64)
     return RolloutBatch(
         cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
-        tokens=torch.tensor([t for ids, _, _ in rows for t in ids], dtype=torch.int64),
-        mask=torch.tensor([m for row in sampled for m in row], dtype=torch.bool),
-        rollout_logprobs=torch.tensor([p for row in logprobs for p in row], dtype=torch.float32),
+        tokens=torch.tensor([i for row in rows for i in row.ids], dtype=torch.int64),
+        mask=torch.tensor([m for row in rows for m in row.sampled], dtype=torch.bool),
+        rollout_logprobs=torch.tensor([p for row in rows for p in row.logprobs], dtype=torch.float32),
         group=torch.arange(len(rows)),
         sample_id=torch.arange(len(rows)),
-        finish=torch.tensor([FINISH.index(c.finish) for _, _, c in rows], dtype=torch.int64),
-        weight_version=torch.tensor([c.weight_version for _, _, c in rows], dtype=torch.int64),
+        finish=torch.tensor([FINISH.index(row.finish) for row in rows], dtype=torch.int64),
+        weight_version=torch.tensor([row.weight_version for row in rows], dtype=torch.int64),
     )

@@ -15,7 +15,7 @@ from trainers.batching import policy_minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
 from trainers.config import TrainerConfig
 from trainers.engines.native import NativeEngine, share_parameters
-from trainers.environments import Environment, Prompt, make_environment
+from trainers.environments import Environment, Prompt, check_turns, make_environment
 from trainers.filtering import DynamicSampling, leave_out
 from trainers.logger import Logger
 from trainers.losses import JointLoss, PolicyLoss
@@ -47,6 +47,7 @@ class Trainer:
         torch.manual_seed(self.cfg.seed)
         self.run = Run(config)
         self.environment = environment or make_environment(config.env)
+        check_turns(self.environment, config)
         name = self.environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
         prompts = load_prompts(config.data, self.environment)
         resumed = checkpoint.find(config.checkpointing.resume, self.run.dir)
@@ -127,8 +128,8 @@ class Trainer:
                 batch.greedy = self._generate(prompts, 1, step, greedy=True)
         with self.run.timer("reward"):
             if batch.greedy is not None:
-                self.score(batch.greedy)
-            return self.score(batch)
+                rewards.score(self.environment, batch.greedy)
+            return rewards.score(self.environment, batch)
 
     def _generate(self, prompts: Sequence[Any], samples_per_prompt: int, step: int, **how: Any) -> RolloutBatch:
         return generate(
@@ -139,24 +140,22 @@ class Trainer:
             samples_per_prompt=samples_per_prompt,
             seed=self.cfg.seed,
             step=step,
+            environment=self.environment,
+            max_turns=self.cfg.max_rollout_turns,
+            max_length=self.config.policy.max_total_sequence_length,
             **how,
         )
 
-    def score(self, batch: RolloutBatch) -> RolloutBatch:
-        """The batch with its rewards; if they fail, its responses are left in failed_rollout.jsonl."""
-        try:
-            return rewards.score(self.environment, batch)
-        except rewards.RewardError:
-            rewards.dump(batch, self.run.dir / "failed_rollout.jsonl")
-            raise
-
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
-        """If the block cannot give a rollout, the state before its prompts were drawn is saved."""
+        """If the block cannot give a rollout, the state before its prompts were drawn is saved; if the environment is
+        the reason, the responses are left in failed_rollout.jsonl."""
         drawn = self.loader.state_dict()
         try:
             yield
-        except (rewards.RewardError, TrainingError):
+        except (rewards.RewardError, TrainingError) as error:
+            if isinstance(error, rewards.RewardError):
+                rewards.dump(error.samples, self.run.dir / "failed_rollout.jsonl")
             self.loader.load_state_dict(drawn)
             self.save(when="failure")
             raise
@@ -193,7 +192,7 @@ class Trainer:
             return {}
         with self.run.timer("testing"), self.saved_on_failure():
             batch = self._generate(self.eval_prompts[: cfg.max_val_samples], 1, step=-1)
-            metrics = validation_metrics(self.score(batch), self.metric_fn)
+            metrics = validation_metrics(rewards.score(self.environment, batch), self.metric_fn)
         if when != "now":
             self.logger.validation(step, metrics)
             self.validated_step = step

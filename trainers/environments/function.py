@@ -6,13 +6,16 @@ It is called once per rollout with keyword arguments, each a list with one item 
 
 `metadata` are the other keys of the prompts' JSONL lines (None for a prompt without the key). It returns one number a
 sample, or for each sample a list with one number per response token.
+
+`env.name=python:<module>.<class>` names a whole environment instead, which may answer the policy in turns.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainers.environments import Prompt, Sample, nearest
+from trainers.environments import Environment, Prompt, Sample, nearest
 
 ARGUMENTS = ("samples", "prompts", "outputs")
 
@@ -39,18 +42,48 @@ class FunctionEnvironment:
                 f"prompt metadata may not be called {', '.join(taken)}: the reward function has it already"
             )
         return self._reward_fn(
-            samples=[sample.prompt.text + sample.response for sample in samples],
+            samples=[sample.text for sample in samples],
             prompts=[sample.prompt.text for sample in samples],
             outputs=[sample.response for sample in samples],
             **{key: [sample.prompt.metadata.get(key) for sample in samples] for key in keys},
         )
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """The function at `<module>.<function>`; the module is imported as Python would from the working directory."""
-    module_name, _, function_name = path.rpartition(".")
+def from_python(path: str, params: dict[str, Any]) -> Environment:
+    """The environment at `<module>.<name>`: a class, made with `params`; an instance; or a reward function, around
+    which one is made. An instance is known by its `score` or `step`.
+
+    Raises:
+        ValueError: no such name, or `params` that it does not take.
+        TypeError: something else, or an environment that lacks a part.
+    """
+    named = load(path)
+    if isinstance(named, type):
+        try:
+            inspect.signature(named).bind(**params)
+        except TypeError as error:
+            raise ValueError(f"env.params of python:{path}: {error}") from error
+    elif params:
+        raise ValueError(f"env.params: python:{path} has no settings, got {sorted(params)}")
+    elif not any(hasattr(named, method) for method in ("score", "step")):
+        if not callable(named):
+            raise TypeError(
+                f"env.name=python:{path} must be a reward function or an environment, got {type(named).__name__}"
+            )
+        return FunctionEnvironment(named)
+    parts = [name for name in ("default_model", "prompts") if not hasattr(named, name)]
+    if not any(hasattr(named, method) for method in ("score", "step")):
+        parts.append("score or step")
+    if parts:
+        raise TypeError(f"env.name=python:{path} is not an environment: it has no {', no '.join(parts)}")
+    return named(**params) if isinstance(named, type) else named
+
+
+def load(path: str) -> Any:
+    """What `<module>.<name>` is; the module is imported as Python would from the working directory."""
+    module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise ValueError(f"env.name=python:{path}: expected python:<module>.<function>")
+        raise ValueError(f"env.name=python:{path}: expected python:<module>.<function or class>")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -58,13 +91,10 @@ def load_function(path: str) -> Callable[..., Any]:
             f"env.name=python:{path}: cannot import {module_name} ({error}); "
             "run from the folder that holds it, or put that folder on PYTHONPATH"
         ) from error
-    function = getattr(module, function_name, None)
-    if function is None:
-        names = [name for name, value in vars(module).items() if callable(value)]
-        raise ValueError(f"env.name=python:{path}: {module_name} has no {function_name}{nearest(function_name, names)}")
-    if not callable(function):
-        raise TypeError(f"env.name=python:{path} must be a function, got {type(function).__name__}")
-    return function
+    if not hasattr(module, name):
+        names = [other for other, value in vars(module).items() if callable(value)]
+        raise ValueError(f"env.name=python:{path}: {module_name} has no {name}{nearest(name, names)}")
+    return getattr(module, name)
 
 
 def as_prompt(prompt: Any, position: int) -> Prompt:
