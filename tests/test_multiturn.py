@@ -15,13 +15,15 @@ from transformers import AutoTokenizer
 
 from tests import tiny
 from trainers.advantages import estimate_advantages
-from trainers.config import GenerationConfig, LossConfig, PPOConfig, PPOTrainerConfig
+from trainers.config import GenerationConfig, LossConfig, PPOConfig, PPOTrainerConfig, ReinforceTrainerConfig
 from trainers.engines import Completion
 from trainers.environments import Message, Prompt, RewardError, Sample, Turn
+from trainers.filtering import packed, split, unpacked
 from trainers.logger import METRICS
 from trainers.metrics import rollout_metrics, token_table
 from trainers.ppo import PPOTrainer
 from trainers.prompts import TokenizedPrompt
+from trainers.reinforce import ReinforceTrainer
 from trainers.rewards import Rewards, dump, score
 from trainers.rollout import generate, hash64, pack
 from trainers.settings import load_config
@@ -304,6 +306,15 @@ def test_a_step_that_fails_or_answers_too_few_is_refused(tmp_path):
     assert rows[0]["metadata"] == {"anything": "Identity()"}
 
 
+def test_a_rollout_that_is_carried_over_keeps_its_dialogues():
+    batch = score(Answers(ANSWERS), rollout())
+    again = unpacked(packed(batch))
+    assert again.samples == batch.samples and torch.equal(again.turns, batch.turns)
+    groups = [split(batch, group) for group in (2, 0)]
+    both = type(batch).concat(groups)
+    assert both.turns.tolist() == [3, 2] and both.samples == [batch.samples[2], batch.samples[0]]
+
+
 # --- the trainer -------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +339,24 @@ def test_a_run_scores_each_turn_as_it_was_sampled_and_validates_in_turns(tmp_pat
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
         assert [t["mask"] for t in sample["tokens"][:4]] == [False, False, True, True]
+
+
+def test_reinforce_runs_in_turns_and_compares_with_a_greedy_dialogue(tmp_path):
+    quiet = [f"logger.run_dir={tmp_path}", "logger.tensorboard=false", "logger.report=false", "cluster.num_threads=1"]
+    small = ["reinforce.num_prompts_per_step=4", "reinforce.num_generations_per_prompt=4", "reinforce.max_num_steps=1"]
+    turns = ["env.name=lookup", "reinforce.max_rollout_turns=2", "policy.max_total_sequence_length=8"]
+    config = load_config(
+        "reinforce_copy",
+        [*quiet, *small, *turns, "policy.generation.max_new_tokens=2", "policy.train_global_batch_size=16",
+         "policy.train_micro_batch_size=16", "checkpointing.enabled=false", "reinforce.adv_estimator.name=remax"],
+        ReinforceTrainerConfig,
+    )  # fmt: skip
+    trainer = ReinforceTrainer(config)
+    batch = trainer.generate_rollouts(1)
+    assert batch.turns.shape == (16,) and batch.greedy.turns.shape == (4,)
+    trainer.fit()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["training/rollout_probs_diff_max"] < 1e-5 and row["rollout/turns_max"] <= 2
 
 
 def test_a_policy_learns_to_use_a_tool(tmp_path):
