@@ -166,6 +166,16 @@ def test_on_a_cpu_there_is_nothing_to_relieve():
     offload.check_device(tiny.config(), torch.device("cpu"))
 
 
+def test_without_a_reference_there_is_none_to_put_away():
+    config = tiny.config(
+        policy__reference="cpu_offload",
+        ppo__skip_reference_policy_logprobs_calculation=True,
+        loss_fn__reference_policy_kl_penalty=0.0,
+    )
+    with pytest.raises(ConfigError, match="policy.reference=cpu_offload has no effect with ppo.skip_reference_policy"):
+        check(config)
+
+
 @pytest.mark.parametrize("key", ["offload", "gradient_checkpointing"])
 def test_a_shared_critic_has_nothing_of_its_own(key):
     with pytest.raises(ConfigError, match=f"value.{key}=true has no effect with value.mode=shared"):
