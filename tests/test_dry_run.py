@@ -130,3 +130,25 @@ def test_from_the_command_line(capsys):
     assert capsys.readouterr().err.startswith("prog: error: policy.model_name='/no/such'")
     assert answer(parse(["config=ppo_copy"], prog="prog", description=""), prog="prog") is False
     assert capsys.readouterr().out == ""
+
+
+def test_adapters_over_a_frozen_base():
+    models.resolve_model("tiny-llama")
+    lines = lines_of("cluster.device=cpu", "policy.dtype=bfloat16", "policy.peft.enabled=true", "policy.peft.dim=4",
+                     "policy.num_layers_unfrozen=1")  # fmt: skip
+    # 4 x (in + out) of each matrix: q, o 4 x 128 each; k, v 4 x 96 each; gate, up, down 4 x 192 each.
+    assert lines[6] == (
+        "model     tiny-llama: LlamaForCausalLM, 80,192 parameters, 4,096 trained, and 65 of the critic's head"
+    )
+    # 76,096 x 2 + 4,161 x 4; the reference is the base; the engine copies the adapted layer's matrices, 36,864 x 2.
+    assert lines[7].split(":")[0] == (
+        "          weights 0.169 MB, gradients 0.0166 MB, Adam 0.0333 MB, reference 0 MB, sampling 0.0737 MB"
+    )
+    with pytest.raises(ConfigError, match="policy.peft.target_modules: expected linear layers .* got 'c_attn'"):
+        lines_of("cluster.device=cpu", "policy.peft.enabled=true", "policy.peft.target_modules=[c_attn]")
+
+
+def test_a_reference_on_the_cpu_takes_none_of_the_gpus_memory(monkeypatch):
+    models.resolve_model("tiny-llama")
+    monkeypatch.setattr("trainers.dry_run.pick_device", lambda name: torch.device("cuda"))
+    assert "reference 0 MB, sampling" in lines_of("policy.reference=cpu_offload")[7]

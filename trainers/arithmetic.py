@@ -198,6 +198,9 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
         yield f"policy.generation.stop_token_ids={generation.stop_token_ids}: expected token ids >= 0"
     if "" in generation.stop_strings:
         yield f"policy.generation.stop_strings={generation.stop_strings}: an empty text would end every response"
+    targets = config.policy.peft.target_modules
+    if not targets or (len(targets) > 1 and "all-linear" in targets):
+        yield f"policy.peft.target_modules={shown(targets)}: expected [all-linear], or names such as [q_proj, v_proj]"
     if config.loss_fn.ratio_clip_min > 1 and config.loss_fn.type != "gmpo":  # gmpo bounds the log ratio
         yield f"loss_fn.ratio_clip_min={config.loss_fn.ratio_clip_min}: expected at most 1, ratios are never below 0"
     if not config.policy.model_name:
@@ -245,12 +248,25 @@ def unused(config: TrainerConfig) -> Iterator[str]:
     switch on the command line suffices against a recipe.
     """
     env, critic = config.env.name, config.critic
-    own_model = "num_layers_unfrozen train_global_batch_size train_micro_batch_size model_name"
+    own_model = "num_layers_unfrozen train_global_batch_size train_micro_batch_size model_name "
+    own_model += "gradient_checkpointing offload"
+    peft = config.policy.peft
     shared, local = (critic is not None and critic.mode == mode for mode in ("shared", "local"))
     rules: list[Rule] = [
         *unused_rules(config),
         (shared, "value: " + own_model, "value.mode=shared, a head without model and batch of its own"),
         (local, "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
+        (
+            not peft.enabled,
+            "policy.peft: dim alpha use_rslora target_modules export",
+            "policy.peft.enabled=false",
+        ),
+        (peft.enabled, "policy: reference", "policy.peft.enabled=true: the reference is the adapters off"),
+        (
+            config.algorithm.skip_reference_policy_logprobs_calculation,
+            "policy: reference",
+            f"{config.name}.skip_reference_policy_logprobs_calculation=true",
+        ),
         (config.data.prompts is None, "data: prompt_key", "data.prompts=null"),
         (not config.data.chat_template, "data: system_prompt", "data.chat_template=false"),
         (not generated_tasks(config), "env: seed size", f"env.name={env}, which generates no tasks"),

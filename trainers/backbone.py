@@ -8,15 +8,19 @@ Legend: B sequences, S padded length, T packed tokens, D hidden size.
 """
 
 import copy
+import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from trainers.rollout import RolloutBatch
@@ -43,26 +47,34 @@ def load_model(path: Path | str, device: torch.device) -> PreTrainedModel:
         raise ValueError(f"no causal language model could be loaded from {str(path)!r}: {error}") from error
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
+def is_cut(model: PreTrainedModel, num_layers_unfrozen: int) -> bool:
+    """Whether training the top `num_layers_unfrozen` decoder layers leaves a frozen trunk below them."""
+    return 0 <= num_layers_unfrozen < model.config.num_hidden_layers
+
+
 class SplitTransformer(nn.Module):
     """Decoder of `model`, its top `num_layers_unfrozen` layers trained; everything if that is -1 or covers all layers.
 
     With a trunk, the embeddings, the final norm and the output head are frozen as well: a tied head would otherwise
-    move the trunk under the reference's feet.
+    move the trunk under the reference's feet. What the caller has frozen before (all but LoRA's adapters) stays so.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers_unfrozen: int, dtype: torch.dtype):
         super().__init__()
         self.model, self.dtype = model, dtype
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-        num_layers = model.config.num_hidden_layers
-        if num_layers_unfrozen < 0 or num_layers_unfrozen >= num_layers:
-            self.trunk, self.top = None, decoder
-            return
-        cut = num_layers - num_layers_unfrozen
-        self.trunk, self.top = _part(decoder, 0, cut), _part(decoder, cut, num_layers)
-        self.trunk.norm = nn.Identity()
-        self._check_split(decoder)
-        trained = {id(p) for p in self.top.layers.parameters()}
+        decoder, num_layers = decoder_of(model), model.config.num_hidden_layers
+        self.trunk, self.top, candidates = None, decoder, model
+        if is_cut(model, num_layers_unfrozen):
+            cut = num_layers - num_layers_unfrozen
+            self.trunk, self.top = _part(decoder, 0, cut), _part(decoder, cut, num_layers)
+            self.trunk.norm = nn.Identity()
+            self._check_split(decoder)
+            candidates = self.top.layers
+        trained = {id(p) for p in candidates.parameters() if p.requires_grad}
         for parameter in model.parameters():
             if id(parameter) not in trained:
                 parameter.requires_grad_(False)
@@ -81,22 +93,6 @@ class SplitTransformer(nn.Module):
             if self.trunk is None:
                 return top(input_ids=ids, use_cache=False).last_hidden_state
             return top(inputs_embeds=trunk_hidden, use_cache=False).last_hidden_state
-
-    def frozen_copy(self) -> nn.Module:
-        """The trained part as it is now: frozen parameters shared, trained ones copied, matrices in the compute dtype.
-
-        Under autocast a matrix product reads its weight in the compute dtype anyway, so the copy gives the same
-        numbers.
-        """
-        memo = {id(p): p for p in self.model.parameters() if not p.requires_grad}
-        holder = copy.deepcopy(nn.ModuleList([self.top, self.output_layer()]), memo)
-        for module in holder.modules():
-            for parameter in module.parameters(recurse=False):
-                if parameter.requires_grad:
-                    parameter.requires_grad_(False)
-                    if isinstance(module, nn.Linear):
-                        parameter.data = parameter.data.to(self.dtype)
-        return holder.eval()
 
     def output_layer(self) -> nn.Module:
         head = self.model.get_output_embeddings()
@@ -129,6 +125,27 @@ def _part(decoder: nn.Module, start: int, stop: int) -> nn.Module:
     if getattr(part.config, "layer_types", None):
         part.config.layer_types = decoder.config.layer_types[start:stop]
     return part
+
+
+def checkpoint_layers(model: PreTrainedModel, key: str) -> None:
+    """Keep each decoder layer's input alone for backward, which computes the layer again. Same gradients, bit for bit.
+
+    transformers' own switch works in train mode only, which would turn dropout on; hence not through it. Raises
+    ValueError, naming the setting `key`, for an architecture whose layers transformers cannot checkpoint either.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"{key}: {type(model).__name__} has no layers that can be computed again in backward")
+    for layer in layers:
+        # A bound method in a partial, not a closure: a deep copy of the model then calls its own layers.
+        layer.forward = functools.partial(_checkpointed, layer.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # In eval mode no layer draws random numbers, so there is no generator to rewind.
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:

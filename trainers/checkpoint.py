@@ -1,9 +1,9 @@
 """Checkpoints: `checkpoints/step_N/`, complete or not there at all.
 
 A checkpoint is written under a temporary name, flushed to disk and renamed. It holds what a resumed run needs to give
-bit for bit what an unbroken one gives on a CPU: `policy/` (an HF folder, loads with AutoModelForCausalLM), `critic/`
-if the critic has a model of its own, `state.pt` (optimizers, schedules, heads), `training.json` (step, prompts drawn,
-counters) and `config.yaml`.
+bit for bit what an unbroken one gives on a CPU: `policy/` (an HF folder, loads with AutoModelForCausalLM; with
+policy.peft.export=adapter the adapters in peft's format), `critic/` if the critic has a model of its own, `state.pt`
+(optimizers, schedules, heads), `training.json` (step, prompts drawn, counters) and `config.yaml`.
 """
 
 import json

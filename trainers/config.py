@@ -60,6 +60,29 @@ class GenerationConfig:
 
 
 @dataclass
+class PeftConfig:
+    """LoRA: low-rank updates of the decoder's linear layers, W + scale * B @ A, by the peft library."""
+
+    enabled: bool = opt(
+        False,
+        "train adapters alone; the reference is the model with them switched off. num_layers_unfrozen=N: adapters in "
+        "the top N layers",
+    )
+    dim: int = opt(16, "rank of the update")
+    alpha: int = opt(32, "the update's scale is alpha / dim")
+    use_rslora: bool = opt(False, "the update's scale is alpha / sqrt(dim)")
+    target_modules: list[str] = opt(
+        ["all-linear"], "names of the linear layers to adapt, such as [q_proj, v_proj]; [all-linear]: every one"
+    )
+    export: str = opt(
+        "merged",
+        "policy/ in a checkpoint: an HF folder of the merged model, or the adapters as peft saves them",
+        choices=("merged", "adapter"),
+        free=True,
+    )
+
+
+@dataclass
 class PolicyConfig:
     model_name: str = opt("auto", "HF folder or hub id; auto: the environment's own model")
     dtype: str = opt(
@@ -81,6 +104,20 @@ class PolicyConfig:
         8, "sequences per forward and backward pass; never changes the numbers", free=True
     )
     logprob_batch_size: int = opt(8, "sequences per scoring pass (log-probs, reference, values)", free=True)
+    gradient_checkpointing: bool = opt(
+        False, "compute decoder layers again in backward instead of keeping their activations; same numbers", free=True
+    )
+    reference: str = opt(
+        "auto",
+        "where the reference's weights are; auto: beside the trained ones; cpu_offload: in the CPU's memory, written "
+        "over the trained ones for the length of a scoring pass; same numbers",
+        choices=("auto", "cpu_offload"),
+        free=True,
+    )
+    offload_optimizer: bool = opt(
+        False, "AdamW's moments wait in the CPU's memory while responses are generated; same numbers", free=True
+    )
+    peft: PeftConfig = block(PeftConfig)
     optimizer: OptimizerConfig = block(OptimizerConfig)
     scheduler: SchedulerConfig = block(SchedulerConfig)
     generation: GenerationConfig = block(GenerationConfig)
@@ -101,6 +138,12 @@ class ValueConfig:
     )
     train_global_batch_size: int = opt(8, "local: sequences per optimizer step of the critic")
     train_micro_batch_size: int = opt(8, "local: sequences per forward and backward pass of the critic", free=True)
+    gradient_checkpointing: bool = opt(False, "local: as policy.gradient_checkpointing", free=True)
+    offload: bool = opt(
+        False,
+        "local: the critic's weights and moments wait in the CPU's memory while responses are generated; same numbers",
+        free=True,
+    )
     optimizer: OptimizerConfig = block(lambda: OptimizerConfig(lr=1e-3))
     scheduler: SchedulerConfig = block(lambda: SchedulerConfig(warmup_steps=0))
 

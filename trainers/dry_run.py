@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from trainers.arithmetic import ConfigError, check, counted
-from trainers.backbone import pick_device, pick_dtype
-from trainers.config import TrainerConfig, ValueConfig
+from trainers.backbone import is_cut, pick_device, pick_dtype
+from trainers.config import PolicyConfig, TrainerConfig, ValueConfig
 from trainers.environments import Environment, check_turns, make_environment
 from trainers.extras import require
 from trainers.models import SMOLLM2, TINY_LLAMA, default_cache, is_complete, resolve_model
+from trainers.offload import check_device
+from trainers.policy.lora import Adapters
 from trainers.prompts import load_prompts
 
 
@@ -29,6 +31,7 @@ def dry_run(config: TrainerConfig) -> str:
         check_turns(environment, config)
         prompts = load_prompts(config.data, environment)
         device = pick_device(config.cluster.device)
+        check_device(config, device)
         dtype = pick_dtype(config.policy.dtype, device)
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(str(error)) from error
@@ -63,10 +66,18 @@ def policy_lines(
     model = on_meta(name)
     if model is None:
         return [absent("policy", name)]
-    trained = trained_parameters(model, config.policy.num_layers_unfrozen)
+    policy = config.policy
+    adapters = adapters_in(model, policy) if policy.peft.enabled else None
+    trained = trained_parameters(model, policy.num_layers_unfrozen)
     total, count = size(model.parameters()), size(trained)
     frozen = total - count
-    shared = (count if engine_dtype == torch.float32 else 0) + (frozen if engine_dtype == dtype else 0)
+    copied = 0 if engine_dtype == dtype else frozen
+    if adapters is not None:
+        copied = copied or size(layer.get_base_layer().weight for layer in adapters.adapted.values())
+    elif engine_dtype != torch.float32:
+        copied += count
+    skipped = config.algorithm.skip_reference_policy_logprobs_calculation
+    copied_reference = adapters is None and policy.reference == "auto" and not skipped
     head = model.config.hidden_size + 1 if config.critic is not None and config.critic.mode == "shared" else 0
     lines = [
         f"model     {name}: {type(model).__name__}, {total:,} parameters, {count:,} trained"
@@ -76,8 +87,8 @@ def policy_lines(
                 "weights": 4 * (count + head) + dtype.itemsize * frozen,
                 "gradients": 4 * (count + head),
                 "Adam": 8 * (count + head),
-                "reference": dtype.itemsize * count,
-                "sampling": engine_dtype.itemsize * (total - shared),
+                "reference": dtype.itemsize * count if copied_reference else 0,
+                "sampling": engine_dtype.itemsize * copied,
             }
         ),
     ]
@@ -102,7 +113,7 @@ def critic_lines(name: str, critic: ValueConfig, dtype: torch.dtype) -> list[str
         f"critic    {name}: {type(model).__name__}, {count + frozen:,} parameters, {count:,} trained",
         memory(
             {
-                "weights": 4 * count + (4 if whole else dtype.itemsize) * frozen,
+                "weights": 4 * count + dtype.itemsize * frozen,
                 "gradients": 4 * count,
                 "Adam": 8 * count,
             }
@@ -131,11 +142,20 @@ def on_meta(name: str) -> Any | None:
 
 
 def trained_parameters(model: Any, num_layers_unfrozen: int) -> list[nn.Parameter]:
-    """As `trainers.backbone.SplitTransformer` has it: the top layers alone over a frozen trunk, else everything."""
-    if num_layers_unfrozen < 0 or num_layers_unfrozen >= model.config.num_hidden_layers:
-        return list(model.parameters())
-    decoder = model.get_decoder()
-    return list(nn.ModuleList(list(decoder.layers)[len(decoder.layers) - num_layers_unfrozen :]).parameters())
+    """As `trainers.backbone.SplitTransformer` has it: the top layers alone over a frozen trunk, else everything; of
+    either what LoRA has not frozen."""
+    part = model
+    if is_cut(model, num_layers_unfrozen):
+        layers = list(model.get_decoder().layers)
+        part = nn.ModuleList(layers[len(layers) - num_layers_unfrozen :])
+    return [parameter for parameter in part.parameters() if parameter.requires_grad]
+
+
+def adapters_in(model: Any, policy: PolicyConfig) -> Adapters:
+    try:
+        return Adapters(model, policy.peft, policy.num_layers_unfrozen)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def absent(part: str, name: str) -> str:

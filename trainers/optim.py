@@ -1,13 +1,14 @@
 """One optimizer step: clip, check, step, schedule. AdamW over float32 parameters."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainers import offload
 from trainers.config import OptimizerConfig, SchedulerConfig
 
 
@@ -34,6 +35,7 @@ class Optimizer:
             fused=True,
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.adamw, lambda step: lr_factor(step, scheduler))
+        self.offloaded = False
 
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
@@ -43,7 +45,20 @@ class Optimizer:
         limit = self.max_grad_norm if self.max_grad_norm > 0 else math.inf
         return float(nn.utils.clip_grad_norm_(self.parameters, limit))
 
+    def offload(self) -> None:
+        """AdamW's state to the CPU's memory, until the next step() needs it."""
+        if not self.offloaded:
+            self._move_state(lambda tensor, _: offload.to_host(tensor))
+            self.offloaded = True
+
+    def _move_state(self, move: Callable[[Tensor, torch.device], Tensor]) -> None:
+        for parameter, state in self.adamw.state.items():
+            state.update({name: move(value, parameter.device) for name, value in state.items()})
+
     def step(self) -> None:
+        if self.offloaded:
+            self._move_state(offload.to_device)
+            self.offloaded = False
         self.adamw.step()
         self.schedule.step()
 
@@ -51,7 +66,8 @@ class Optimizer:
         return {"adamw": self.adamw.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state["adamw"])
+        self.adamw.load_state_dict(state["adamw"])  # to the parameters' device
+        self.offloaded = False
         self.schedule.load_state_dict(state["schedule"])
 
 

@@ -88,6 +88,10 @@ class PPOTrainer(Trainer):
                 detach_trunk=self.config.value.detach_trunk,
             )
 
+    def offload(self) -> None:
+        super().offload()
+        self.value.offload()
+
     def _make_value(self, path: Path | str, device: torch.device, dtype: torch.dtype) -> Value:
         cfg = self.config.critic
         if cfg is None:

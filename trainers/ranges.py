@@ -33,6 +33,8 @@ RANGES: dict[str, Rule] = {
     "policy.train_global_batch_size": AT_LEAST_1,
     "policy.train_micro_batch_size": AT_LEAST_1,
     "policy.logprob_batch_size": AT_LEAST_1,
+    "policy.peft.dim": AT_LEAST_1,
+    "policy.peft.alpha": AT_LEAST_1,
     "value.loss_coef": NOT_NEGATIVE,
     "value.num_layers_unfrozen": ("-1 (everything) or >= 0", lambda x: x >= -1),
     "value.train_global_batch_size": AT_LEAST_1,

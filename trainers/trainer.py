@@ -14,13 +14,14 @@ from trainers.backbone import model_facts, pick_device, pick_dtype
 from trainers.batching import policy_minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
 from trainers.config import TrainerConfig
-from trainers.engines.native import NativeEngine, share_parameters
+from trainers.engines.native import NativeEngine
 from trainers.environments import Environment, Prompt, check_turns, make_environment
 from trainers.filtering import DynamicSampling, leave_out
 from trainers.logger import Logger
 from trainers.losses import JointLoss, PolicyLoss
 from trainers.metrics import memory_metrics, rollout_metrics, token_table, update_metrics, validation_metrics
 from trainers.models import resolve_model
+from trainers.offload import check_device
 from trainers.optim import StepMetrics
 from trainers.policy.hf import HFPolicy
 from trainers.prompts import PromptLoader, load_prompts, tokenize_prompts
@@ -53,6 +54,7 @@ class Trainer:
         resumed = checkpoint.find(config.checkpointing.resume, self.run.dir)
         path = resolve_model(name)
         device = pick_device(config.cluster.device)
+        check_device(config, device)
         # What "auto" once measured is part of the run: a resume must not measure anew.
         dtype = pick_dtype(checkpoint.compute_dtype(resumed) if resumed else config.policy.dtype, device)
         reference = not self.cfg.skip_reference_policy_logprobs_calculation
@@ -68,7 +70,7 @@ class Trainer:
         wanted = config.policy.generation.dtype
         engine_dtype = dtype if wanted == "auto" else getattr(torch, wanted)
         self.engine = NativeEngine(
-            share_parameters(self.policy.model, engine_dtype),
+            self.policy.engine_model(engine_dtype),
             self.policy.tokenizer,
             max_batch_size=config.policy.generation.max_batch_size,
         )
@@ -117,8 +119,13 @@ class Trainer:
 
     def generate_rollouts(self, step: int) -> RolloutBatch:
         """Prompts -> responses -> scores, drawn again by dynamic sampling until enough of them say what is better."""
+        self.offload()
         with self.saved_on_failure():
             return self.sampling.collect(lambda draw: self._draw(step, draw))
+
+    def offload(self) -> None:
+        """What generation does not need leaves the device, if so configured, until it is needed again."""
+        self.policy.offload()
 
     def _draw(self, step: int, draw: int) -> RolloutBatch:
         prompts, count = self.loader.next_batch(), self.cfg.num_generations_per_prompt

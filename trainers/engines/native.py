@@ -9,13 +9,15 @@ distribution, so a row's randomness does not depend on its neighbours.
 import copy
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from trainers.engines import Completion, Manifest, Sampling
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class NativeEngine:
@@ -37,6 +39,8 @@ class NativeEngine:
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         if self.poisoned or self.pending is not None:
             raise RuntimeError("generate() needs complete weights: an update was begun and not ended")
+        if any(getattr(parameter, "holds_reference", False) for parameter in self.parameters.values()):
+            raise RuntimeError("generate() inside a reference pass: the weights it shares are the reference's now")
         if len(seeds) != len(prompts):
             raise ValueError(f"seeds must have one entry per prompt, {len(prompts)}, got {len(seeds)}")
         if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
@@ -155,9 +159,11 @@ class NativeEngine:
         return any(stop in text for stop in stop_strings)
 
 
-def share_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same structure in `dtype`: parameters stored in that dtype are shared, the others copied."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters() if p.dtype == dtype}
+def share_parameters(model: Model, dtype: torch.dtype, copied: Iterable[Tensor] = ()) -> Model:
+    """A model of the same structure in `dtype`: parameters stored in that dtype are shared, unless they are among
+    `copied`; the others are copied."""
+    never = {id(p) for p in copied}
+    memo: dict[int, Any] = {id(p): p for p in model.parameters() if p.dtype == dtype and id(p) not in never}
     shared = copy.deepcopy(model, memo)
     for parameter in shared.parameters():
         if id(parameter) not in memo:

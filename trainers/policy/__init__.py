@@ -27,6 +27,10 @@ class Policy(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name; tied ones once."""
 
+    def offload(self) -> None:
+        """Make room for generation: what is not needed for it leaves the device until it is. Never the parameters,
+        which an engine may share."""
+
     def save(self, folder: Path) -> None:
         """Write the model as users load it; what a resume needs is in state_dict()."""
 

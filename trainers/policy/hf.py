@@ -1,27 +1,31 @@
 """The policy on transformers: any causal language model, its reference, and the heads that hang on its trunk.
 
-The reference is a frozen copy of the trained part over the same frozen trunk. Log-probs, reference log-probs and
-values of a shared critic come from one pass of the trunk, whose output the batch keeps for the epochs that follow.
+Log-probs, reference log-probs and values of a shared critic come from one pass of the frozen trunk, whose output the
+batch keeps for the epochs that follow. What the reference is: reference.py; adapters in place of weights: lora.py.
 """
 
 import functools
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 import fastppo
-from trainers.backbone import Padded, SplitTransformer, autocast, load_model, quiet
+from trainers.backbone import Padded, SplitTransformer, autocast, checkpoint_layers, load_model, quiet
 from trainers.batching import micro_batches
 from trainers.config import PolicyConfig
 from trainers.engines import Manifest, TensorSpec
+from trainers.engines.native import share_parameters
 from trainers.losses import JointLoss, PolicyLoss, SelectedRows
 from trainers.optim import Optimizer, StepMetrics, add_metrics, step_all
+from trainers.policy.lora import Adapters
+from trainers.policy.reference import make_reference
 from trainers.rollout import RolloutBatch
 
 
@@ -33,11 +37,14 @@ class HFPolicy:
         model = load_model(path, device)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = model
+        self.adapters = Adapters(model, cfg.peft, cfg.num_layers_unfrozen) if cfg.peft.enabled else None
         self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype)
+        if cfg.gradient_checkpointing:
+            checkpoint_layers(model, "policy.gradient_checkpointing")
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
         self._check_head()
         if reference:
-            self.reference_top, self.reference_head = self.backbone.frozen_copy()
+            self.reference = make_reference(cfg.reference, self.backbone, self.adapters)
         trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizers = {"actor": Optimizer(trained, cfg.optimizer, cfg.scheduler)}
         self.heads: dict[str, nn.Module] = {}
@@ -48,8 +55,16 @@ class HFPolicy:
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
-        parts = [self._score(part, want) for part in micro_batches(batch, self.cfg.logprob_batch_size)]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        size, out = self.cfg.logprob_batch_size, {}
+        if mine := want - {"ref_logprobs"}:
+            parts = [self._score(part, mine) for part in micro_batches(batch, size)]
+            out = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        if "ref_logprobs" in want:  # all of them in one go: the reference's weights may have to be brought in
+            seen = replace(batch, trunk_hidden=out.get("trunk_hidden", batch.trunk_hidden))
+            with self.reference.active() as (top, head):
+                parts = [self._score_reference(part, top, head) for part in micro_batches(seen, size)]
+            out["ref_logprobs"] = torch.cat(parts)
+        return out
 
     def _score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
         view, out = Padded(batch, self.device), {}
@@ -63,11 +78,12 @@ class HFPolicy:
         if "values" in want:
             head = self.heads["critic"]
             out["values"], out["next_values"] = view.scatter(head(hidden[view.before])), head(hidden[view.last]).cpu()
-        if "ref_logprobs" in want:
-            reference = self.backbone.hidden(view.ids, trunk, self.reference_top).flatten(0, 1)
-            scored = self._logprobs(reference[view.before], self.reference_head, batch.tokens[view.selected])
-            out["ref_logprobs"] = view.scatter(scored.logprobs)
         return out
+
+    def _score_reference(self, batch: RolloutBatch, top: nn.Module, head: nn.Module) -> Tensor:
+        view = Padded(batch, self.device)
+        hidden = self.backbone.hidden(view.ids, self._trunk(view), top).flatten(0, 1)
+        return view.scatter(self._logprobs(hidden[view.before], head, batch.tokens[view.selected]).logprobs)
 
     def train_step(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> StepMetrics:
         sums: dict[str, Tensor] = {}
@@ -120,17 +136,33 @@ class HFPolicy:
             )
 
     def manifest(self) -> Manifest:
-        return {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
+        named = self.model.named_parameters() if self.adapters is None else self.adapters.base()
+        return {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in named}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.adapters is not None:
+            yield from self.adapters.weights()
+            return
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
+    def engine_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The model for an engine in this process, in `dtype`: it shares what is stored so, and copies the rest."""
+        return share_parameters(self.model, dtype) if self.adapters is None else self.adapters.engine_model(dtype)
+
+    def offload(self) -> None:
+        if self.cfg.offload_optimizer:
+            for optimizer in self.optimizers.values():
+                optimizer.offload()
+
     def save(self, folder: Path) -> None:
-        """An HF folder of the trained model: float32 where trained, the compute dtype where frozen."""
-        with quiet():
-            self.model.save_pretrained(folder)
+        """An HF folder of the trained model: float32 where trained, the compute dtype where frozen. Or the adapters."""
         self.tokenizer.save_pretrained(folder)
+        if self.adapters is not None and self.cfg.peft.export == "adapter":
+            self.adapters.save_adapter(folder)
+            return
+        with quiet():
+            (self.adapters or self.model).save_pretrained(folder)
         # transformers writes the first parameter's dtype, a frozen one's; readers would round the trained ones to it.
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")

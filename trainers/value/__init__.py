@@ -28,6 +28,9 @@ class Value(Protocol):
 
     def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics: ...
 
+    def offload(self) -> None:
+        """Make room for generation: leave the device until the next infer() or train_step()."""
+
     def save(self, folder: Path) -> None: ...
 
     def load(self, folder: Path) -> None: ...
@@ -67,6 +70,9 @@ class NoValue:
 
     def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
         raise RuntimeError("there is no critic to train")
+
+    def offload(self) -> None:
+        """Nothing to move."""
 
     def save(self, folder: Path) -> None:
         """Nothing to write."""

@@ -1,6 +1,6 @@
 """A critic with a transformers model of its own: backbone, float32 scalar head, optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainers.backbone import Padded, SplitTransformer, load_model
+from trainers import offload
+from trainers.backbone import Padded, SplitTransformer, checkpoint_layers, load_model
 from trainers.batching import micro_batches, minibatches
 from trainers.config import ValueConfig
 from trainers.losses import SelectedRows, ValueLoss
@@ -30,15 +31,35 @@ class LocalValue:
             head.requires_grad_(False)  # a critic has no use for the language-model head
         self.model = model
         self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype)
+        if cfg.gradient_checkpointing:
+            checkpoint_layers(model, "value.gradient_checkpointing")
         self.head = ScalarHead(model.config.hidden_size).to(device)
         self.optimizer = Optimizer([p for _, p in self._trained()], cfg.optimizer, cfg.scheduler)
+        self.offloaded = False
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         backbone = [(f"model.{name}", p) for name, p in self.model.named_parameters() if p.requires_grad]
         return backbone + [(f"head.{name}", p) for name, p in self.head.named_parameters()]
 
+    def offload(self) -> None:
+        if self.cfg.offload and not self.offloaded:
+            self.optimizer.offload()
+            self._move(offload.to_host)
+            self.offloaded = True
+
+    def _bring_back(self) -> None:
+        """The weights; the optimizer brings its own state back when it steps."""
+        if self.offloaded:
+            self._move(lambda tensor: offload.to_device(tensor, self.device))
+            self.offloaded = False
+
+    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
+        for parameter in (*self.model.parameters(), *self.head.parameters()):
+            parameter.data = move(parameter.data)
+
     @torch.no_grad()
     def infer(self, batch: RolloutBatch) -> "Done":
+        self._bring_back()
         values, next_values = [], []
         for part in micro_batches(batch, self.score_batch):
             view = Padded(part, self.device)
@@ -51,6 +72,7 @@ class LocalValue:
         return minibatches(batch, self.cfg.train_global_batch_size, seed=seed, step=step, epoch=epoch)
 
     def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
+        self._bring_back()
         sums: dict[str, Tensor] = {}
         for part in micro_batches(minibatch, self.cfg.train_micro_batch_size):
             view = Padded(part, self.device)
@@ -81,6 +103,7 @@ class LocalValue:
         return {"optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._bring_back()
         self.optimizer.load_state_dict(state["optimizer"])
 
 

@@ -30,6 +30,9 @@ class SharedValue:
     def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
         raise RuntimeError("a shared critic is trained by the policy's train_step")
 
+    def offload(self) -> None:
+        """The head's optimizer is one of the policy's, which offloads them all."""
+
     def save(self, folder: Path) -> None:
         """Nothing of its own: the head and its optimizer are part of the policy's state."""
 
