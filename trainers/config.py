@@ -76,6 +76,17 @@ class PolicyConfig:
         8, "sequences per forward and backward pass; never changes the numbers", free=True
     )
     logprob_batch_size: int = opt(8, "sequences per scoring pass (log-probs, reference, values)", free=True)
+    max_tokens_per_micro_batch: int | None = opt(
+        None,
+        "in place of those two: as many sequences of like length as fit into this many tokens, padding counted; "
+        "default: off",
+        free=True,
+    )
+    packing: bool = opt(
+        False,
+        "lay the sequences of a pass back to back in one row, without padding; attention stays within each",
+        free=True,
+    )
     optimizer: OptimizerConfig = block(OptimizerConfig)
     scheduler: SchedulerConfig = block(SchedulerConfig)
     generation: GenerationConfig = block(GenerationConfig)
@@ -96,6 +107,10 @@ class ValueConfig:
     )
     train_global_batch_size: int = opt(8, "local: sequences per optimizer step of the critic")
     train_micro_batch_size: int = opt(8, "local: sequences per forward and backward pass of the critic", free=True)
+    max_tokens_per_micro_batch: int | None = opt(
+        None, "local: policy.max_tokens_per_micro_batch for the critic's passes; default: off", free=True
+    )
+    packing: bool = opt(False, "local: policy.packing for the critic's passes", free=True)
     optimizer: OptimizerConfig = block(lambda: OptimizerConfig(lr=1e-3))
     scheduler: SchedulerConfig = block(lambda: SchedulerConfig(warmup_steps=0))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from trainers.engines import Completion, Manifest, Sampling
+from trainers.packed_attention import own_attention
 
 
 class NativeEngine:
@@ -159,6 +160,7 @@ def share_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMo
     """A model of the same structure in `dtype`: parameters stored in that dtype are shared, the others copied."""
     memo: dict[int, Any] = {id(p): p for p in model.parameters() if p.dtype == dtype}
     shared = copy.deepcopy(model, memo)
+    own_attention(shared)  # a cache and left padding are beyond the attention of packed training
     for parameter in shared.parameters():
         if id(parameter) not in memo:
             parameter.requires_grad_(False)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 import fastppo
-from trainers.backbone import Padded, SplitTransformer, autocast, load_model, quiet
-from trainers.batching import micro_batches
+from trainers.backbone import SplitTransformer, View, autocast, load_model, quiet
+from trainers.batching import micro_batches, score_parts, split
 from trainers.config import PolicyConfig
 from trainers.engines import Manifest, TensorSpec
 from trainers.losses import JointLoss, PolicyLoss, SelectedRows
@@ -33,7 +33,7 @@ class HFPolicy:
         model = load_model(path, device)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = model
-        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype)
+        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype, packing=cfg.packing)
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
         self._check_head()
         if reference:
@@ -48,15 +48,16 @@ class HFPolicy:
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
-        parts = [self._score(part, want) for part in micro_batches(batch, self.cfg.logprob_batch_size)]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        cfg = self.cfg
+        parts = split(batch, cfg.logprob_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing)
+        return score_parts(batch, parts, lambda part: self._score(part, want))
 
     def _score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
-        view, out = Padded(batch, self.device), {}
+        view, out = self.backbone.view(batch, self.device), {}
         trunk = self._trunk(view)
         if trunk is not None:
             out["trunk_hidden"] = view.unpad(trunk)
-        hidden = self.backbone.hidden(view.ids, trunk).flatten(0, 1)
+        hidden = self.backbone.hidden(view.ids, trunk, **view.where).flatten(0, 1)
         if "old_logprobs" in want:
             scored = self._logprobs(hidden[view.before], self.head, batch.tokens[view.selected])
             out["old_logprobs"], out["entropy"] = view.scatter(scored.logprobs), view.scatter(scored.entropy)
@@ -64,32 +65,37 @@ class HFPolicy:
             head = self.heads["critic"]
             out["values"], out["next_values"] = view.scatter(head(hidden[view.before])), head(hidden[view.last]).cpu()
         if "ref_logprobs" in want:
-            reference = self.backbone.hidden(view.ids, trunk, self.reference_top).flatten(0, 1)
+            reference = self.backbone.hidden(view.ids, trunk, self.reference_top, **view.where).flatten(0, 1)
             scored = self._logprobs(reference[view.before], self.reference_head, batch.tokens[view.selected])
             out["ref_logprobs"] = view.scatter(scored.logprobs)
         return out
 
     def train_step(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> StepMetrics:
+        return StepMetrics(self.gradients(minibatch, loss), step_all(self.optimizers))
+
+    def gradients(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> dict[str, Tensor]:
+        """Add the gradients of one optimizer step to the parameters' `grad`; the sums of its metrics."""
         sums: dict[str, Tensor] = {}
-        for part in micro_batches(minibatch, self.cfg.train_micro_batch_size):
-            view = Padded(part, self.device)
-            hidden = self.backbone.hidden(view.ids, self._trunk(view)).flatten(0, 1)[view.before]
+        cfg = self.cfg
+        for part in micro_batches(minibatch, cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing):
+            view = self.backbone.view(part, self.device)
+            hidden = self.backbone.hidden(view.ids, self._trunk(view), **view.where).flatten(0, 1)[view.before]
             rows = SelectedRows.of(part, view.selected, self.device)
             with autocast(self.dtype, self.device):
                 step = loss(hidden, self.head.weight, rows, getattr(self.head, "bias", None))
             step.loss.backward()
             add_metrics(sums, step.metrics)
-        return StepMetrics(sums, step_all(self.optimizers))
+        return sums
 
     @property
     def head(self) -> nn.Module:
         return self.backbone.output_layer()
 
-    def _trunk(self, view: Padded) -> Tensor | None:
+    def _trunk(self, view: View) -> Tensor | None:
         if self.backbone.trunk is None:
             return None
         kept = view.trunk_hidden
-        return kept if kept is not None else self.backbone.trunk_hidden(view.ids)
+        return kept if kept is not None else self.backbone.trunk_hidden(view.ids, **view.where)
 
     def _logprobs(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> fastppo.LogprobOutput:
         with autocast(self.dtype, self.device):
