@@ -2,8 +2,8 @@
 
 Frozen parameters are stored in the compute dtype (trunk, embedding engine and export share them), trained ones in
 float32 under autocast. Rows are right-padded inside this file only: under a causal mask a real token never sees what
-follows it, so padding needs no mask and changes no number. With packing there is none: the sequences lie back to back in
-one row, and an attention of our own keeps them apart.
+follows it, so padding needs no mask and changes no number. With packing nothing is padded: the sequences lie back to
+back in one row, and an attention of our own keeps them apart.
 
 Legend: B sequences, S padded length, T packed tokens, D hidden size.
 """

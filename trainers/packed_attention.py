@@ -52,13 +52,12 @@ def packed_attention(
     """
     asked = {name: options[name] for name in REFUSED if options.get(name) is not None}
     asked |= {"dropout": dropout} if dropout else {}
+    who = f"packing: {type(module).__name__} asks for"
     for name, wanted in asked.items():
         shown = f"={wanted}" if isinstance(wanted, int | float) else ""
-        raise ValueError(
-            f"packing: {type(module).__name__} asks for {name}{shown}, which packed attention does not have"
-        )
+        raise ValueError(f"{who} {name}{shown}, which packed attention does not have")
     if attention_mask is not None or query.shape[2] != key.shape[2] or not getattr(module, "is_causal", True):
-        raise ValueError(f"packing: {type(module).__name__} asks for other than causal attention over whole sequences")
+        raise ValueError(f"{who} something other than causal attention over whole sequences without a mask")
     if sequences is not None and (flash := _varlen(query, value)) is not None:
         return flash(query, key, value, sequences, scaling), None
     lengths = [query.shape[2]] if sequences is None else sequences.lengths
@@ -126,10 +125,8 @@ def use_packed_attention(model: PreTrainedModel, decoder: nn.Module) -> None:
     AttentionInterface.register(NAME, packed_attention)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME)
-    if decoder.config._attn_implementation != NAME:
-        raise ValueError(
-            f"packing: {name} computes its attention in its own way ({decoder.config._attn_implementation})"
-        )
+    if (found := decoder.config._attn_implementation) != NAME:
+        raise ValueError(f"packing: {name} keeps to an attention of its own ({found})")
     _check_packed(name, decoder, next(decoder.parameters()).device)
 
 
