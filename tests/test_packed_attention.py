@@ -1,6 +1,8 @@
 """Sequences packed into one row: the attention that keeps them apart, what it refuses, and who is not to notice."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from trainers.engines.native import NativeEngine, share_parameters
 from trainers.losses import PolicyLoss
 from trainers.packed_attention import NAME, Sequences, packed_attention, varlen_flash
 from trainers.policy.hf import HFPolicy
+from trainers.ppo import PPOTrainer
 
 CPU = torch.device("cpu")
 LENGTHS = torch.tensor([1, 5, 3, 8])
@@ -147,7 +150,8 @@ def test_nothing_of_tokens_times_tokens_is_made():
     assert step_memory(packing=True) < tokens**2 / 2  # a mask of them takes a byte each
     # transformers' own way with such positions makes that mask, and the measure sees it
     positions = torch.arange(256).repeat(8)[None]
-    masked = step_memory(False, lambda policy: policy.model(torch.zeros_like(positions), position_ids=positions))
+    where = {"input_ids": torch.zeros_like(positions), "position_ids": positions, "use_cache": False}
+    masked = step_memory(False, lambda policy: policy.model.get_decoder()(**where))
     assert masked >= tokens**2
 
 
@@ -166,9 +170,9 @@ FAMILIES = {
     "Gemma": {},
     "GPT2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
     "DeepseekV3": {  # values of another size than queries
-        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "qk_nope_head_dim": 4, "head_dim": 4,
-        "num_key_value_heads": 4, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
-        "moe_intermediate_size": 8,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 12, "qk_nope_head_dim": 4,
+        "head_dim": 4, "num_key_value_heads": 4, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 8,
     },
 }  # fmt: skip
 
@@ -256,3 +260,32 @@ def test_gradient_checkpointing_recomputes_within_the_same_bounds():
         policy.gradients(count(batch.update(**policy.score(batch, {"old_logprobs"}))), loss)
         found.append([p.grad for p in policy.model.parameters()])
     torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def run(folder: Path, **overrides: object) -> list[dict]:
+    """metrics.jsonl of two steps of the copy task, without what a clock decides."""
+    options = {
+        "logger__run_dir": folder,
+        "ppo__num_prompts_per_step": 4,
+        "ppo__max_num_steps": 2,
+        "policy__train_global_batch_size": 16,
+        "policy__train_micro_batch_size": 8,
+        "policy__logprob_batch_size": 8,
+        "policy__num_layers_unfrozen": 1,
+        "policy__generation__ignore_eos": False,  # responses of unequal length
+    }
+    PPOTrainer(tiny.config(**options | overrides)).fit()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "timing_s/", "perf/"))} for row in rows]
+
+
+def test_a_run_is_the_same_packed_and_cut_by_tokens(tmp_path):
+    by_tokens = {
+        "policy__packing": True, "policy__max_tokens_per_micro_batch": 20,
+        "value__packing": True, "value__max_tokens_per_micro_batch": 13,
+    }  # fmt: skip
+    right = run(tmp_path / "padded", value__mode="local")
+    got = run(tmp_path / "packed", value__mode="local", **by_tokens)
+    assert len(got) == len(right) == 2
+    for mine, theirs in zip(got, right, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
