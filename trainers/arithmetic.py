@@ -267,7 +267,11 @@ def unused(config: TrainerConfig) -> Iterator[str]:
         (by_tokens, "policy: train_micro_batch_size", "policy.max_tokens_per_micro_batch"),
         # A local critic without a budget of its own is scored by policy.logprob_batch_size.
         (by_tokens and not local, "policy: logprob_batch_size", "policy.max_tokens_per_micro_batch"),
-        (by_tokens and critic_by_tokens, "policy: logprob_batch_size", "both max_tokens_per_micro_batch"),
+        (
+            by_tokens and critic_by_tokens,
+            "policy: logprob_batch_size",
+            "policy.max_tokens_per_micro_batch and value.max_tokens_per_micro_batch",
+        ),
         (critic_by_tokens, "value: train_micro_batch_size", "value.max_tokens_per_micro_batch"),
         (local, "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
         (config.data.prompts is None, "data: prompt_key", "data.prompts=null"),
