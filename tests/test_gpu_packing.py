@@ -69,7 +69,7 @@ def test_bfloat16_is_no_worse_than_padded(folder, calls):
     padded = outcome(make(folder, torch.bfloat16, packing=False), batch)
     assert not calls
     packed = outcome(make(folder, torch.bfloat16, packing=True), batch)
-    assert calls.count(len(LENGTHS)) >= 1 + 2 + 2 + 2  # the trunk's layer; two each of policy, reference and training
+    assert calls == [len(LENGTHS)] * (1 + 2 + 2 + 2)  # the trunk's layer; two each of policy, reference and training
     assert packed.keys() == padded.keys() == truth.keys()
     for name in truth:
         assert_no_worse(name, packed[name], padded[name], truth[name])
