@@ -213,9 +213,7 @@ def test_a_model_that_keeps_the_bounds_to_itself_is_refused():
     model = of_family("Llama")
     drop = lambda module, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "sequences"})  # noqa: E731
     model.model.register_forward_pre_hook(drop, with_kwargs=True)
-    with pytest.raises(
-        ValueError, match="^packing: LlamaForCausalLM gives other outputs when sequences are packed .they diff"
-    ):
+    with pytest.raises(ValueError, match="^packing: LlamaForCausalLM gives other outputs when .* .they differ by"):
         SplitTransformer(model, -1, torch.float32, packing=True)
 
 
