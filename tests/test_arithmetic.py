@@ -89,6 +89,26 @@ class TestBatches:
         )
         accepted("value.mode=local", f"{part}.train_micro_batch_size=3")
 
+    @pytest.mark.parametrize("part", ["policy", "value"])
+    def test_the_longest_sequence_fits_into_a_micro_batch_of_tokens(self, part):
+        message = refused("value.mode=local", f"{part}.max_tokens_per_micro_batch=271")
+        assert message == (
+            f"{part}.max_tokens_per_micro_batch=271 is less than the longest sequence: data.max_prompt_length=256 + "
+            "policy.generation.max_new_tokens=16 = 272 tokens"
+        )
+        accepted("value.mode=local", f"{part}.max_tokens_per_micro_batch=272")
+
+    def test_a_micro_batch_of_tokens_needs_no_size_in_sequences(self):
+        plan = accepted(
+            "value.mode=local",
+            "policy.train_global_batch_size=4",  # below the default of train_micro_batch_size, which has no effect
+            "policy.max_tokens_per_micro_batch=4096",
+            "value.max_tokens_per_micro_batch=1024",
+        )
+        policy, critic = plan.describe().splitlines()[1:3]
+        assert policy.endswith("8 optimizer steps per rollout, each 4 sequences in micro-batches of up to 4,096 tokens")
+        assert critic.endswith("4 optimizer steps per rollout, each 8 sequences in micro-batches of up to 1,024 tokens")
+
     def test_a_step_needs_its_prompts(self):
         message = refused("env.name=copy", "env.size=7")
         assert message == "env.size=7 tasks, of which ppo.num_prompts_per_step=8 different ones cannot be drawn"
@@ -109,6 +129,7 @@ BOUNDS = {
     "policy.generation.stop_strings": (['[""]'], ['["."]']),
     "policy.num_layers_unfrozen": (["0", "-2"], ["-1", "1"]),
     "policy.model_name": (['""'], ["x"]),
+    "policy.max_tokens_per_micro_batch": (["0"], ["272", "null"]),
     "loss_fn.ratio_clip_min": (["0", "1.01"], ["1", "1e-4"]),
     "loss_fn.ratio_clip_max": (["0", "-1"], ["5", "null"]),
     "loss_fn.ratio_clip_c": (["1", "0.5"], ["1.01"]),
@@ -202,6 +223,24 @@ UNUSED = [
     ((), "value.num_layers_unfrozen=2", ("value.mode=local",)),
     ((), "value.train_global_batch_size=16", ("value.mode=local",)),
     ((), "value.train_micro_batch_size=4", ("value.mode=local",)),
+    ((), "value.packing=true", ("value.mode=local",)),
+    ((), "value.max_tokens_per_micro_batch=512", ("value.mode=local",)),
+    (("policy.max_tokens_per_micro_batch=512",), "policy.train_micro_batch_size=4", ()),
+    (
+        ("policy.max_tokens_per_micro_batch=512",),
+        "policy.logprob_batch_size=4",
+        ("policy.max_tokens_per_micro_batch=512", "value.mode=local"),  # the critic is scored by it
+    ),
+    (
+        ("policy.max_tokens_per_micro_batch=512", "value.mode=local", "value.max_tokens_per_micro_batch=512"),
+        "policy.logprob_batch_size=4",
+        ("value.mode=local", "value.max_tokens_per_micro_batch=512"),
+    ),
+    (
+        ("value.mode=local", "value.max_tokens_per_micro_batch=512"),
+        "value.train_micro_batch_size=4",
+        ("value.mode=local", "policy.max_tokens_per_micro_batch=512"),
+    ),
     (("value.mode=local",), "value.detach_trunk=false", ()),
     (("value.mode=local",), "value.loss_coef=0.5", ()),
     (("loss_fn.type=reinforce",), "loss_fn.ratio_clip_min=0.1", ()),

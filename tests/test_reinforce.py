@@ -124,7 +124,7 @@ def test_nothing_to_train_on_is_skipped_counted_and_three_times_stops_the_run(tm
 def test_the_reference_can_be_left_out(tmp_path):
     trainer = trained(tmp_path, reinforce__skip_reference_policy_logprobs_calculation=True,
                       loss_fn__reference_policy_kl_penalty=0.0, reinforce__max_num_steps=1)  # fmt: skip
-    assert not hasattr(trainer.policy, "reference_top")
+    assert not hasattr(trainer.policy, "reference")
     assert "critic/kl/mean" not in lines(tmp_path)[0]
     sample = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
     assert sample["kl"] is None and sample["tokens"][-1]["ref"] is None and sample["tokens"][-1]["value"] is None

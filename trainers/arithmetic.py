@@ -40,6 +40,8 @@ class BatchPlan:
     critic: str | None  # where it lives; None: there is none
     value_batch: int | None  # None: a shared critic, trained in the policy's optimizer steps, or none
     value_micro_batch: int | None
+    policy_micro_tokens: int | None = None  # in place of policy_micro_batch
+    value_micro_tokens: int | None = None
 
     @property
     def sequences(self) -> int:
@@ -76,10 +78,11 @@ class BatchPlan:
     def describe(self) -> str:
         """The plan in words, one line a part."""
 
-        def updates(steps: int, batch: int, micro: int, micro_batches: int) -> str:
+        def updates(steps: int, batch: int, micro: int, micro_batches: int, tokens: int | None) -> str:
+            parts = f"{counted(micro_batches, 'micro-batch', 'micro-batches')} of up to {micro}"
             return (
                 f"{self.epochs} x {self.sequences} / {batch} = {counted(steps, 'optimizer step')} per rollout, "
-                f"each {batch} sequences in {counted(micro_batches, 'micro-batch', 'micro-batches')} of up to {micro}"
+                f"each {batch} sequences in {parts if tokens is None else f'micro-batches of up to {tokens:,} tokens'}"
             )
 
         longest = f"{self.max_prompt_length} prompt + {self.max_new_tokens} new = {self.longest_sequence:,} tokens"
@@ -90,14 +93,22 @@ class BatchPlan:
             f"{counted(self.sequences, 'sequence')} a step, each at most {longest}",
             "policy    "
             + updates(
-                self.policy_steps_per_rollout, self.policy_batch, self.policy_micro_batch, self.policy_micro_batches
+                self.policy_steps_per_rollout,
+                self.policy_batch,
+                self.policy_micro_batch,
+                self.policy_micro_batches,
+                self.policy_micro_tokens,
             ),
         ]
         if self.value_batch and self.value_micro_batch:
             lines.append(
                 "critic    "
                 + updates(
-                    self.value_steps_per_rollout, self.value_batch, self.value_micro_batch, self.value_micro_batches
+                    self.value_steps_per_rollout,
+                    self.value_batch,
+                    self.value_micro_batch,
+                    self.value_micro_batches,
+                    self.value_micro_tokens,
                 )
             )
         elif self.critic:
@@ -136,6 +147,8 @@ def check(config: TrainerConfig) -> BatchPlan:
         critic=critic.mode if critic else None,
         value_batch=local.train_global_batch_size if local else None,
         value_micro_batch=local.train_micro_batch_size if local else None,
+        policy_micro_tokens=config.policy.max_tokens_per_micro_batch,
+        value_micro_tokens=local.max_tokens_per_micro_batch if local else None,
     )
 
 
@@ -218,6 +231,7 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
 
 def uneven_batches(config: TrainerConfig) -> Iterator[str]:
     cfg, name = config.algorithm, config.name
+    prompt, new = config.data.max_prompt_length, config.policy.generation.max_new_tokens
     sequences = cfg.num_prompts_per_step * cfg.num_generations_per_prompt
     for key, part in trained_parts(config):
         if key == "value" and part.mode == "shared":
@@ -228,7 +242,13 @@ def uneven_batches(config: TrainerConfig) -> Iterator[str]:
                 f"{cfg.num_generations_per_prompt} = {sequences} sequences a step, which "
                 f"{key}.train_global_batch_size={part.train_global_batch_size} does not divide"
             )
-        if part.train_micro_batch_size > part.train_global_batch_size:
+        budget = part.max_tokens_per_micro_batch
+        if budget is not None and budget < prompt + new:
+            yield (
+                f"{key}.max_tokens_per_micro_batch={budget} is less than the longest sequence: data.max_prompt_length="
+                f"{prompt} + policy.generation.max_new_tokens={new} = {prompt + new} tokens"
+            )
+        if budget is None and part.train_micro_batch_size > part.train_global_batch_size:
             yield (
                 f"{key}.train_micro_batch_size={part.train_micro_batch_size} is larger than "
                 f"{key}.train_global_batch_size={part.train_global_batch_size}: a micro-batch is a part of the batch "
@@ -249,12 +269,23 @@ def unused(config: TrainerConfig) -> Iterator[str]:
     """
     env, critic = config.env.name, config.critic
     own_model = "num_layers_unfrozen train_global_batch_size train_micro_batch_size model_name "
-    own_model += "gradient_checkpointing offload"
+    own_model += "gradient_checkpointing offload max_tokens_per_micro_batch packing"
     peft = config.policy.peft
     shared, local = (critic is not None and critic.mode == mode for mode in ("shared", "local"))
+    by_tokens = config.policy.max_tokens_per_micro_batch is not None
+    critic_by_tokens = local and critic.max_tokens_per_micro_batch is not None
     rules: list[Rule] = [
         *unused_rules(config),
-        (shared, "value: " + own_model, "value.mode=shared, a head without model and batch of its own"),
+        (shared, f"value: {own_model}", "value.mode=shared, a head without model and batch of its own"),
+        (by_tokens, "policy: train_micro_batch_size", "policy.max_tokens_per_micro_batch"),
+        # A local critic without a budget of its own is scored by policy.logprob_batch_size.
+        (by_tokens and not local, "policy: logprob_batch_size", "policy.max_tokens_per_micro_batch"),
+        (
+            by_tokens and critic_by_tokens,
+            "policy: logprob_batch_size",
+            "policy.max_tokens_per_micro_batch and value.max_tokens_per_micro_batch",
+        ),
+        (critic_by_tokens, "value: train_micro_batch_size", "value.max_tokens_per_micro_batch"),
         (local, "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
         (
             not peft.enabled,

@@ -2,7 +2,8 @@
 
 Frozen parameters are stored in the compute dtype (trunk, embedding engine and export share them), trained ones in
 float32 under autocast. Rows are right-padded inside this file only: under a causal mask a real token never sees what
-follows it, so padding needs no mask and changes no number.
+follows it, so padding needs no mask and changes no number. With packing nothing is padded: the sequences lie back to
+back in one row, and an attention of our own keeps them apart.
 
 Legend: B sequences, S padded length, T packed tokens, D hidden size.
 """
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from trainers.packed_attention import Sequences, use_packed_attention
 from trainers.rollout import RolloutBatch
 
 
@@ -61,12 +63,15 @@ class SplitTransformer(nn.Module):
 
     With a trunk, the embeddings, the final norm and the output head are frozen as well: a tied head would otherwise
     move the trunk under the reference's feet. What the caller has frozen before (all but LoRA's adapters) stays so.
+    With `packing` the model takes `Packed` rows, else `Padded` ones.
     """
 
-    def __init__(self, model: PreTrainedModel, num_layers_unfrozen: int, dtype: torch.dtype):
+    def __init__(self, model: PreTrainedModel, num_layers_unfrozen: int, dtype: torch.dtype, *, packing: bool = False):
         super().__init__()
-        self.model, self.dtype = model, dtype
+        self.model, self.dtype, self.packing = model, dtype, packing
         decoder, num_layers = decoder_of(model), model.config.num_hidden_layers
+        if packing:
+            use_packed_attention(model, decoder)
         self.trunk, self.top, candidates = None, decoder, model
         if is_cut(model, num_layers_unfrozen):
             cut = num_layers - num_layers_unfrozen
@@ -80,19 +85,22 @@ class SplitTransformer(nn.Module):
                 parameter.requires_grad_(False)
                 parameter.data = parameter.data.to(dtype)
 
-    def trunk_hidden(self, ids: Tensor) -> Tensor:
-        """[B, S] ids -> [B, S, D]: the frozen trunk's output, no gradient."""
+    def view(self, batch: RolloutBatch, device: torch.device) -> "View":
+        """The batch as this model takes it."""
+        return (Packed if self.packing else Padded)(batch, device)
+
+    def trunk_hidden(self, ids: Tensor, **where: Any) -> Tensor:
+        """[B, S] ids -> [B, S, D]: the frozen trunk's output, no gradient. `where`: the view's, see there."""
         assert self.trunk is not None
         with torch.no_grad():
-            return self.trunk(input_ids=ids, use_cache=False).last_hidden_state
+            return self.trunk(input_ids=ids, use_cache=False, **where).last_hidden_state
 
-    def hidden(self, ids: Tensor, trunk_hidden: Tensor | None, top: nn.Module | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, trunk_hidden: Tensor | None, top: nn.Module | None = None, **where: Any) -> Tensor:
         """[B, S, D] final hidden states of the trained part (or of `top`, a copy of it), under autocast."""
         top = top or self.top
+        given = {"input_ids": ids} if self.trunk is None else {"inputs_embeds": trunk_hidden}
         with autocast(self.dtype, ids.device):
-            if self.trunk is None:
-                return top(input_ids=ids, use_cache=False).last_hidden_state
-            return top(inputs_embeds=trunk_hidden, use_cache=False).last_hidden_state
+            return top(**given, use_cache=False, **where).last_hidden_state
 
     def output_layer(self) -> nn.Module:
         head = self.model.get_output_embeddings()
@@ -153,22 +161,20 @@ def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
-class Padded:
-    """Right-padded view of a packed batch, and where each selected token's predecessor lies in it."""
+class View:
+    """Packed sequences as the model's input, [B, S], and where each selected token's predecessor lies in it."""
 
-    def __init__(self, batch: RolloutBatch, device: torch.device):
-        sequence, position = batch.sequence_ids, batch.positions
-        self.shape = (len(batch), int(batch.lengths.max()))
-        self.place = sequence * self.shape[1] + position  # [T] flat index into [B * S]
+    def __init__(self, batch: RolloutBatch, device: torch.device, shape: tuple[int, int], place: Tensor):
+        self.shape, self.place, self.device = shape, place, device  # place: [T] flat index into [B * S]
+        self.where: dict[str, Any] = {}  # what the model must be told beside the ids
         self.selected = batch.mask.nonzero().squeeze(-1)  # [N] packed index of each trained token
         # The hidden state before a token predicts it. The first token of a sequence is never selected.
-        self.before = (self.place[self.selected] - 1).to(device)  # [N] flat index
-        self.last = (torch.arange(len(batch)) * self.shape[1] + batch.lengths - 1).to(device)  # [B] flat index
-        self.device = device
-        self.ids = self.pad(batch.tokens)
+        self.before = (place[self.selected] - 1).to(device)  # [N] flat index
+        self.last = place[batch.cu_seqlens[1:] - 1].to(device)  # [number of sequences] flat index
+        self.ids = self.lay_out(batch.tokens)
         self.packed_trunk_hidden = batch.trunk_hidden
 
-    def pad(self, packed: Tensor) -> Tensor:
+    def lay_out(self, packed: Tensor) -> Tensor:
         """[T, ...] -> [B, S, ...], zeros in the padding."""
         flat = packed.new_zeros(self.shape[0] * self.shape[1], *packed.shape[1:])
         flat[self.place] = packed
@@ -177,17 +183,37 @@ class Padded:
     @property
     def trunk_hidden(self) -> Tensor | None:
         """[B, S, D], what an earlier pass of the policy's trunk left in the batch."""
-        return None if self.packed_trunk_hidden is None else self.pad(self.packed_trunk_hidden)
+        return None if self.packed_trunk_hidden is None else self.lay_out(self.packed_trunk_hidden)
 
-    def unpad(self, padded: Tensor) -> Tensor:
+    def unpad(self, hidden: Tensor) -> Tensor:
         """[B, S, ...] -> [T, ...] on the CPU."""
-        return padded.flatten(0, 1).cpu()[self.place]
+        return hidden.flatten(0, 1).cpu()[self.place]
 
     def scatter(self, values: Tensor) -> Tensor:
         """[N] values of the selected tokens -> [T], 0 elsewhere."""
         packed = torch.zeros(self.place.numel(), dtype=values.dtype)
         packed[self.selected] = values.detach().cpu()
         return packed
+
+
+class Padded(View):
+    """One right-padded row per sequence."""
+
+    def __init__(self, batch: RolloutBatch, device: torch.device):
+        shape = (len(batch), int(batch.lengths.max()))
+        super().__init__(batch, device, shape, batch.sequence_ids * shape[1] + batch.positions)
+
+
+class Packed(View):
+    """All sequences back to back in one row; the model is told their positions, its attention their bounds."""
+
+    def __init__(self, batch: RolloutBatch, device: torch.device):
+        total = batch.tokens.numel()
+        super().__init__(batch, device, (1, total), torch.arange(total))
+        self.where = {
+            "position_ids": batch.positions[None].to(device),
+            "sequences": Sequences.of(batch.lengths, device),
+        }
 
 
 def pick_device(name: str) -> torch.device:

@@ -4,10 +4,11 @@ A minibatch carries the counts its losses are divided by (selected tokens, seque
 it is cut further: however it is cut, the same numbers come out.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 
 import torch
+from torch import Tensor
 
 from trainers.config import TrainerConfig
 from trainers.optim import StepMetrics
@@ -42,10 +43,58 @@ def policy_minibatches(
         yield minibatch
 
 
-def micro_batches(minibatch: RolloutBatch, size: int) -> Iterator[RolloutBatch]:
-    for rows in torch.arange(len(minibatch)).split(size):
-        counts = {name: getattr(minibatch, name) for name in ("num_tokens", "num_seqs", "num_nll_tokens")}
-        yield replace(minibatch.select(rows), **counts)
+def split(batch: RolloutBatch, rows: int, max_tokens: int | None = None, packing: bool = False) -> list[Tensor]:
+    """The sequences of each micro-batch: `rows` of them in order, or as many as fit into `max_tokens`.
+
+    Those are taken from the longest to the shortest, so that little is padded, and what counts is what the model sees:
+    with `packing` the tokens, else sequences x the longest one.
+
+    Raises:
+        ValueError: a sequence of more than `max_tokens`.
+    """
+    if max_tokens is None:
+        return list(torch.arange(len(batch)).split(rows))
+    lengths = batch.lengths.tolist()
+    order = sorted(range(len(batch)), key=lambda row: -lengths[row])
+    if lengths and lengths[order[0]] > max_tokens:
+        raise ValueError(f"max_tokens_per_micro_batch={max_tokens}: a sequence has {lengths[order[0]]} tokens")
+    parts: list[list[int]] = []
+    filled = max_tokens
+    for row in order:
+        cost = lengths[row] if packing or not parts else lengths[parts[-1][0]]
+        if filled + cost > max_tokens:
+            parts.append([])
+            filled, cost = 0, lengths[row]
+        parts[-1].append(row)
+        filled += cost
+    return [torch.tensor(part) for part in parts]
+
+
+def micro_batches(
+    minibatch: RolloutBatch, rows: int, max_tokens: int | None = None, packing: bool = False
+) -> Iterator[RolloutBatch]:
+    """The parts of one optimizer step, each with the counts of the whole; see split()."""
+    counts = {name: getattr(minibatch, name) for name in ("num_tokens", "num_seqs", "num_nll_tokens")}
+    for part in split(minibatch, rows, max_tokens, packing):
+        yield replace(minibatch.select(part), **counts)
+
+
+def score_parts(
+    batch: RolloutBatch, parts: Sequence[Tensor], score: Callable[[RolloutBatch], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What `score` finds for each part, [T, ...] or [B, ...] as the fields of a batch are, in the batch's own order."""
+    per = {field.name: field.metadata.get("per") for field in fields(RolloutBatch)}
+    size = {"token": batch.tokens.numel(), "sequence": len(batch)}
+    out: dict[str, Tensor] = {}
+    for rows in parts:
+        part = batch.select(rows)
+        starts = batch.cu_seqlens[:-1][rows][part.sequence_ids]
+        place = {"token": starts + part.positions, "sequence": rows}
+        for name, found in score(part).items():
+            if name not in out:
+                out[name] = found.new_empty(size[per[name]], *found.shape[1:])
+            out[name][place[per[name]]] = found
+    return out
 
 
 def count(batch: RolloutBatch) -> RolloutBatch:

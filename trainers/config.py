@@ -118,6 +118,17 @@ class PolicyConfig:
         False, "AdamW's moments wait in the CPU's memory while responses are generated; same numbers", free=True
     )
     peft: PeftConfig = block(PeftConfig)
+    max_tokens_per_micro_batch: int | None = opt(
+        None,
+        "in place of those two: as many sequences of like length as fit into this many tokens, padding counted; "
+        "default: off",
+        free=True,
+    )
+    packing: bool = opt(
+        False,
+        "lay the sequences of a pass back to back in one row, without padding; attention stays within each",
+        free=True,
+    )
     optimizer: OptimizerConfig = block(OptimizerConfig)
     scheduler: SchedulerConfig = block(SchedulerConfig)
     generation: GenerationConfig = block(GenerationConfig)
@@ -144,6 +155,10 @@ class ValueConfig:
         "local: the critic's weights and moments wait in the CPU's memory while responses are generated; same numbers",
         free=True,
     )
+    max_tokens_per_micro_batch: int | None = opt(
+        None, "local: policy.max_tokens_per_micro_batch for the critic's passes; default: off", free=True
+    )
+    packing: bool = opt(False, "local: policy.packing for the critic's passes", free=True)
     optimizer: OptimizerConfig = block(lambda: OptimizerConfig(lr=1e-3))
     scheduler: SchedulerConfig = block(lambda: SchedulerConfig(warmup_steps=0))
 

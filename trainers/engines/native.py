@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from trainers.engines import Completion, Manifest, Sampling
+from trainers.packed_attention import own_attention
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -165,6 +166,7 @@ def share_parameters(model: Model, dtype: torch.dtype, copied: Iterable[Tensor] 
     never = {id(p) for p in copied}
     memo: dict[int, Any] = {id(p): p for p in model.parameters() if p.dtype == dtype and id(p) not in never}
     shared = copy.deepcopy(model, memo)
+    own_attention(shared)  # a cache and left padding are beyond the attention of packed training
     for parameter in shared.parameters():
         if id(parameter) not in memo:
             parameter.requires_grad_(False)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 import fastppo
-from trainers.backbone import Padded, SplitTransformer, autocast, checkpoint_layers, load_model, quiet
-from trainers.batching import micro_batches
+from trainers.backbone import SplitTransformer, View, autocast, checkpoint_layers, load_model, quiet
+from trainers.batching import micro_batches, score_parts, split
 from trainers.config import PolicyConfig
 from trainers.engines import Manifest, TensorSpec
 from trainers.engines.native import share_parameters
@@ -38,7 +38,7 @@ class HFPolicy:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = model
         self.adapters = Adapters(model, cfg.peft, cfg.num_layers_unfrozen) if cfg.peft.enabled else None
-        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype)
+        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype, packing=cfg.packing)
         if cfg.gradient_checkpointing:
             checkpoint_layers(model, "policy.gradient_checkpointing")
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
@@ -55,23 +55,22 @@ class HFPolicy:
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
-        size, out = self.cfg.logprob_batch_size, {}
+        cfg, out = self.cfg, {}
+        parts = split(batch, cfg.logprob_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing)
         if mine := want - {"ref_logprobs"}:
-            parts = [self._score(part, mine) for part in micro_batches(batch, size)]
-            out = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            out = score_parts(batch, parts, lambda part: self._score(part, mine))
         if "ref_logprobs" in want:  # all of them in one go: the reference's weights may have to be brought in
             seen = replace(batch, trunk_hidden=out.get("trunk_hidden", batch.trunk_hidden))
             with self.reference.active() as (top, head):
-                parts = [self._score_reference(part, top, head) for part in micro_batches(seen, size)]
-            out["ref_logprobs"] = torch.cat(parts)
+                out |= score_parts(seen, parts, lambda part: self._score_reference(part, top, head))
         return out
 
     def _score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
-        view, out = Padded(batch, self.device), {}
+        view, out = self.backbone.view(batch, self.device), {}
         trunk = self._trunk(view)
         if trunk is not None:
             out["trunk_hidden"] = view.unpad(trunk)
-        hidden = self.backbone.hidden(view.ids, trunk).flatten(0, 1)
+        hidden = self.backbone.hidden(view.ids, trunk, **view.where).flatten(0, 1)
         if "old_logprobs" in want:
             scored = self._logprobs(hidden[view.before], self.head, batch.tokens[view.selected])
             out["old_logprobs"], out["entropy"] = view.scatter(scored.logprobs), view.scatter(scored.entropy)
@@ -80,32 +79,38 @@ class HFPolicy:
             out["values"], out["next_values"] = view.scatter(head(hidden[view.before])), head(hidden[view.last]).cpu()
         return out
 
-    def _score_reference(self, batch: RolloutBatch, top: nn.Module, head: nn.Module) -> Tensor:
-        view = Padded(batch, self.device)
-        hidden = self.backbone.hidden(view.ids, self._trunk(view), top).flatten(0, 1)
-        return view.scatter(self._logprobs(hidden[view.before], head, batch.tokens[view.selected]).logprobs)
+    def _score_reference(self, batch: RolloutBatch, top: nn.Module, head: nn.Module) -> dict[str, Tensor]:
+        view = self.backbone.view(batch, self.device)
+        hidden = self.backbone.hidden(view.ids, self._trunk(view), top, **view.where).flatten(0, 1)
+        scored = self._logprobs(hidden[view.before], head, batch.tokens[view.selected])
+        return {"ref_logprobs": view.scatter(scored.logprobs)}
 
     def train_step(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> StepMetrics:
+        return StepMetrics(self.gradients(minibatch, loss), step_all(self.optimizers))
+
+    def gradients(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> dict[str, Tensor]:
+        """Add the gradients of one optimizer step to the parameters' `grad`; the sums of its metrics."""
         sums: dict[str, Tensor] = {}
-        for part in micro_batches(minibatch, self.cfg.train_micro_batch_size):
-            view = Padded(part, self.device)
-            hidden = self.backbone.hidden(view.ids, self._trunk(view)).flatten(0, 1)[view.before]
+        cfg = self.cfg
+        for part in micro_batches(minibatch, cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing):
+            view = self.backbone.view(part, self.device)
+            hidden = self.backbone.hidden(view.ids, self._trunk(view), **view.where).flatten(0, 1)[view.before]
             rows = SelectedRows.of(part, view.selected, self.device)
             with autocast(self.dtype, self.device):
                 step = loss(hidden, self.head.weight, rows, getattr(self.head, "bias", None))
             step.loss.backward()
             add_metrics(sums, step.metrics)
-        return StepMetrics(sums, step_all(self.optimizers))
+        return sums
 
     @property
     def head(self) -> nn.Module:
         return self.backbone.output_layer()
 
-    def _trunk(self, view: Padded) -> Tensor | None:
+    def _trunk(self, view: View) -> Tensor | None:
         if self.backbone.trunk is None:
             return None
         kept = view.trunk_hidden
-        return kept if kept is not None else self.backbone.trunk_hidden(view.ids)
+        return kept if kept is not None else self.backbone.trunk_hidden(view.ids, **view.where)
 
     def _logprobs(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> fastppo.LogprobOutput:
         with autocast(self.dtype, self.device):

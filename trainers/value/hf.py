@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainers import offload
-from trainers.backbone import Padded, SplitTransformer, checkpoint_layers, load_model
-from trainers.batching import micro_batches, minibatches
+from trainers.backbone import SplitTransformer, View, checkpoint_layers, load_model
+from trainers.batching import micro_batches, minibatches, score_parts, split
 from trainers.config import ValueConfig
 from trainers.losses import SelectedRows, ValueLoss
 from trainers.optim import Optimizer, StepMetrics, add_metrics, step_all
@@ -30,7 +30,7 @@ class LocalValue:
         if head is not None and head.weight is not model.get_input_embeddings().weight:
             head.requires_grad_(False)  # a critic has no use for the language-model head
         self.model = model
-        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype)
+        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype, packing=cfg.packing)
         if cfg.gradient_checkpointing:
             checkpoint_layers(model, "value.gradient_checkpointing")
         self.head = ScalarHead(model.config.hidden_size).to(device)
@@ -60,32 +60,38 @@ class LocalValue:
     @torch.no_grad()
     def infer(self, batch: RolloutBatch) -> "Done":
         self._bring_back()
-        values, next_values = [], []
-        for part in micro_batches(batch, self.score_batch):
-            view = Padded(part, self.device)
-            hidden = self._hidden(view)
-            values.append(view.scatter(self.head(hidden[view.before])))
-            next_values.append(self.head(hidden[view.last]).cpu())
-        return Done(torch.cat(values), torch.cat(next_values))
+        parts = split(batch, self.score_batch, self.cfg.max_tokens_per_micro_batch, self.cfg.packing)
+        return Done(**score_parts(batch, parts, self._score))
+
+    def _score(self, batch: RolloutBatch) -> dict[str, Tensor]:
+        view = self.backbone.view(batch, self.device)
+        hidden = self._hidden(view)
+        values, next_values = self.head(hidden[view.before]), self.head(hidden[view.last])
+        return {"values": view.scatter(values), "next_values": next_values.cpu()}
 
     def minibatches(self, batch: RolloutBatch, *, seed: int, step: int, epoch: int) -> Iterator[RolloutBatch]:
         return minibatches(batch, self.cfg.train_global_batch_size, seed=seed, step=step, epoch=epoch)
 
     def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
+        return StepMetrics(self.gradients(minibatch, loss), step_all({"critic": self.optimizer}))
+
+    def gradients(self, minibatch: RolloutBatch, loss: ValueLoss) -> dict[str, Tensor]:
+        """Add the gradients of one optimizer step to the parameters' `grad`; the sums of its metrics."""
         self._bring_back()
         sums: dict[str, Tensor] = {}
-        for part in micro_batches(minibatch, self.cfg.train_micro_batch_size):
-            view = Padded(part, self.device)
+        cfg = self.cfg
+        for part in micro_batches(minibatch, cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing):
+            view = self.backbone.view(part, self.device)
             values = self.head(self._hidden(view)[view.before])
             step = loss(values, SelectedRows.of(part, view.selected, self.device))
             step.loss.backward()
             add_metrics(sums, step.metrics)
-        return StepMetrics(sums, step_all({"critic": self.optimizer}))
+        return sums
 
-    def _hidden(self, view: Padded) -> Tensor:
+    def _hidden(self, view: View) -> Tensor:
         # The batch's trunk_hidden is the policy's trunk, not this one's.
-        trunk = None if self.backbone.trunk is None else self.backbone.trunk_hidden(view.ids)
-        return self.backbone.hidden(view.ids, trunk).flatten(0, 1)
+        trunk = None if self.backbone.trunk is None else self.backbone.trunk_hidden(view.ids, **view.where)
+        return self.backbone.hidden(view.ids, trunk, **view.where).flatten(0, 1)
 
     def save(self, folder: Path) -> None:
         folder.mkdir()
