@@ -290,7 +290,7 @@ def test_function_that_is_none():
         ("reasoning_gim:chain_sum", "did you mean reasoning_gym:<dataset>?"),
         ("python", "did you mean python:<module>.<function>?"),
         ("copy:7", "did you mean copy?"),
-        ("zzz", "there are: sentiment, copy, reasoning_gym:<dataset>, python:<module>.<function>"),
+        ("zzz", "there are: sentiment, copy, math, reasoning_gym:<dataset>, python:<module>.<function>"),
     ],
 )
 def test_unknown_name(name, suggestion):

@@ -113,10 +113,12 @@ def packed(batch: RolloutBatch) -> dict[str, Any]:
     """The batch as tensors, numbers and texts alone, which a checkpoint can hold."""
     tensors = {f.name: value for f in fields(batch) if isinstance(value := getattr(batch, f.name), torch.Tensor)}
     greedy = None if batch.greedy is None else packed(batch.greedy)
-    return {"tensors": tensors, "samples": [asdict(sample) for sample in batch.samples], "greedy": greedy}
+    samples = [asdict(sample) for sample in batch.samples]
+    return {"tensors": tensors, "samples": samples, "greedy": greedy, "reward_names": batch.reward_names}
 
 
 def unpacked(record: dict[str, Any]) -> RolloutBatch:
     samples = [Sample(**{**sample, "prompt": Prompt(**sample["prompt"])}) for sample in record["samples"]]
     greedy = None if record["greedy"] is None else unpacked(record["greedy"])
-    return RolloutBatch(**record["tensors"], samples=samples, greedy=greedy)
+    names = tuple(record["reward_names"])
+    return RolloutBatch(**record["tensors"], samples=samples, greedy=greedy, reward_names=names)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fastppo
+from trainers.environments import Environment
 from trainers.filtering import logprob_error
 from trainers.optim import StepMetrics, add_metrics
 from trainers.rollout import FINISH, RolloutBatch
@@ -18,6 +19,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     mask, lengths = batch.mask, batch.response_lengths
     metrics = {
         **_spread("critic/score", batch.raw_reward),
+        **_parts("critic/score", batch, std=True),
         **_spread("response_length", lengths),
         **_spread("prompt_length", batch.lengths - lengths),
         "response_length/clip_ratio": _mean(batch.finish == FINISH.index("length")),
@@ -46,6 +48,14 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
             if (per_token := getattr(batch, name)) is not None and bool(trained.any()):
                 metrics |= _spread(f"critic/{name}", per_token[trained])
     return metrics | batch.metrics
+
+
+def environment_metrics(environment: Environment, batch: RolloutBatch) -> dict[str, float]:
+    """What the environment itself counts, if it does; several rewards each see their own scores."""
+    if not hasattr(environment, "metrics"):
+        return {}
+    scores = batch.raw_reward if batch.reward_parts is None else batch.reward_parts
+    return environment.metrics(batch.samples, scores.tolist())
 
 
 def update_metrics(policy: list[StepMetrics], value: list[StepMetrics]) -> dict[str, float]:
@@ -85,6 +95,7 @@ def validation_metrics(
     return {
         **{f"val/metrics/{name}": _mean(torch.as_tensor(values)) for name, values in own.items()},
         **_spread("val/score", batch.raw_reward),
+        **_parts("val/score", batch),
         **_spread("val/response_length", lengths),
         "val/response_length/clip_ratio": _mean(batch.finish == FINISH.index("length")),
     }
@@ -155,6 +166,16 @@ def memory_metrics() -> dict[str, float]:
     metrics = {"perf/max_memory_rss_gb": peak / (2**30 if sys.platform == "darwin" else 2**20)}  # Linux counts KiB
     if torch.cuda.is_initialized():
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics
+
+
+def _parts(name: str, batch: RolloutBatch, *, std: bool = False) -> dict[str, float]:
+    metrics = {}
+    for i, reward in enumerate(batch.reward_names):
+        scores = batch.reward_parts[:, i]
+        metrics[f"{name}/{reward}/mean"] = _mean(scores)
+        if std:
+            metrics[f"{name}/{reward}/std"] = float(scores.double().std(correction=0))
     return metrics
 
 

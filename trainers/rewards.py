@@ -6,9 +6,10 @@ The KL to the reference, if it is charged in the reward, is per token and detach
 """
 
 import json
+import logging
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,48 +17,82 @@ import torch
 from torch import Tensor
 
 import fastppo
-from trainers.config import AlgorithmConfig, LossConfig
-from trainers.environments import Environment, Sample
+from trainers.config import AlgorithmConfig, EnvConfig, LossConfig
+from trainers.environments import Environment
+from trainers.environments.asking import LateRewardError, RewardError, ask
+from trainers.environments.weighted import WeightedEnvironment
 from trainers.rollout import FINISH, RolloutBatch
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+__all__ = ["ConstantRewards", "KLController", "LateRewardError", "RewardError", "Rewards", "dump", "score", "shape"]
+
+logger = logging.getLogger(__name__)
 
 
-class RewardError(ValueError):
-    """A reward that cannot be trained on; `sample` is the response it was asked for, if it is known."""
+class ConstantRewards:
+    """Warns, once for each reward, when every response of `limit` scoring calls in a row got the same; 0: never."""
 
-    def __init__(self, message: str, sample: Sample | None = None):
-        super().__init__(message)
-        self.sample = sample
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._seen: dict[str, tuple[float, int]] = {}  # the value and in how many calls it was the only one
+        self._warned: set[str] = set()
+
+    def see(self, name: str, scores: Sequence[float]) -> None:
+        value = scores[0]
+        before, calls = self._seen.get(name, (value, 0))
+        calls = calls + 1 if before == value else 1
+        calls = calls if all(score == value for score in scores) else 0
+        self._seen[name] = (value, calls)
+        if self.limit and calls >= self.limit and name not in self._warned:
+            self._warned.add(name)
+            logger.warning(
+                "env.constant_reward_steps=%d: the reward %s gave %g to every response so many times in a row: there "
+                "is nothing to learn from it",
+                self.limit, name, value,
+            )  # fmt: skip
 
 
-def score(environment: Environment, batch: RolloutBatch) -> RolloutBatch:
-    """Ask the environment; fill `raw_reward` [B] and `token_scores` [T]."""
+def score(
+    environment: Environment,
+    batch: RolloutBatch,
+    env: EnvConfig | None = None,
+    constant: ConstantRewards | None = None,
+) -> RolloutBatch:
+    """Ask the environment; fill `raw_reward` [B], `token_scores` [T] and, with several rewards, `reward_parts` [B, R].
+
+    Args:
+        env: the name of the reward, for errors, and its time limit; default: no name, no limit.
+        constant: is shown each reward's scores.
+
+    Raises:
+        RewardError: a reward that failed, was late or cannot be trained on.
+    """
     samples = batch.samples
-    try:
-        answers = environment.score(samples)
-    except Exception as error:
-        raise RewardError(f"the reward failed: {type(error).__name__}: {error}") from error
-    try:
-        count = len(answers)
-    except TypeError:
-        raise RewardError(f"the reward must be a list of {len(samples)} values, got {type(answers).__name__}") from None
-    if count != len(samples):
-        raise RewardError(f"the reward must give {len(samples)} values, one per response, got {count}")
+    name, timeout_s = (env.name, env.timeout_s) if env else ("", None)
+    if isinstance(environment, WeightedEnvironment):
+        parts = environment.score_each(samples, timeout_s)
+        answers = environment.combine(samples, parts)
+    else:
+        answers = ask(environment, samples, name=name, timeout_s=timeout_s)
+        parts = {name: answers}
     token_scores = torch.zeros(batch.tokens.numel())
-    raw = []
-    for answer, sample, last in zip(answers, samples, batch.last_selected().tolist(), strict=True):
-        values = _values(answer, sample)  # one for the last response token, or one for each
+    for values, last in zip(answers, batch.last_selected().tolist(), strict=True):
         token_scores[last + 1 - len(values) : last + 1] = torch.tensor(values)
-        raw.append(math.fsum(values))
-    return batch.update(raw_reward=torch.tensor(raw, dtype=torch.float32), token_scores=token_scores)
+    sums = {name: [math.fsum(values) for values in part] for name, part in parts.items()}
+    if constant:
+        for part, scores in sums.items():
+            constant.see(part, scores)
+    if isinstance(environment, WeightedEnvironment):
+        batch.reward_names = tuple(sums)
+        batch.update(reward_parts=torch.tensor(list(sums.values())).T)
+    raw = torch.tensor([math.fsum(values) for values in answers])
+    return batch.update(raw_reward=raw, token_scores=token_scores)
 
 
 def dump(batch: RolloutBatch, path: Path) -> None:
     """Every response of a rollout that could not be rewarded, for the author of the reward."""
     with path.open("w", encoding="utf-8") as file:
         for sample in batch.samples:
-            file.write(json.dumps(asdict(sample)) + "\n")
+            file.write(json.dumps(asdict(sample), default=str) + "\n")  # metadata may hold dates and bytes
 
 
 class Rewards:
@@ -168,20 +203,3 @@ class KLController:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.coef = state["coef"]
-
-
-def _values(answer: Any, sample: Sample) -> list[float]:
-    plain = answer.tolist() if hasattr(answer, "tolist") else answer  # tensors, arrays and their scalars
-    per_token = isinstance(plain, list | tuple)
-    values = list(plain) if per_token else [plain]
-    if not all(isinstance(value, Real) for value in values):
-        raise RewardError(f"the reward must be a number, got {answer!r} for {sample.response!r}", sample)
-    if not all(abs(value) <= FLOAT32_MAX for value in values):  # NaN is not either
-        raise RewardError(f"the reward must be finite, got {answer!r} for {sample.response!r}", sample)
-    if per_token and len(values) != len(sample.response_ids):
-        raise RewardError(
-            f"a per-token reward must have {len(sample.response_ids)} values, one per response token, got "
-            f"{len(values)} for {sample.response!r}",
-            sample,
-        )
-    return [float(value) for value in values]

@@ -19,7 +19,14 @@ from trainers.environments import Environment, Prompt, make_environment
 from trainers.filtering import DynamicSampling, leave_out
 from trainers.logger import Logger
 from trainers.losses import JointLoss, PolicyLoss
-from trainers.metrics import memory_metrics, rollout_metrics, token_table, update_metrics, validation_metrics
+from trainers.metrics import (
+    environment_metrics,
+    memory_metrics,
+    rollout_metrics,
+    token_table,
+    update_metrics,
+    validation_metrics,
+)
 from trainers.models import resolve_model
 from trainers.optim import StepMetrics
 from trainers.policy.hf import HFPolicy
@@ -47,6 +54,7 @@ class Trainer:
         torch.manual_seed(self.cfg.seed)
         self.run = Run(config)
         self.environment = environment or make_environment(config.env)
+        self.constant_rewards = rewards.ConstantRewards(config.env.constant_reward_steps)
         name = self.environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
         prompts = load_prompts(config.data, self.environment)
         resumed = checkpoint.find(config.checkpointing.resume, self.run.dir)
@@ -145,7 +153,7 @@ class Trainer:
     def score(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch with its rewards; if they fail, its responses are left in failed_rollout.jsonl."""
         try:
-            return rewards.score(self.environment, batch)
+            return rewards.score(self.environment, batch, self.config.env, self.constant_rewards)
         except rewards.RewardError:
             rewards.dump(batch, self.run.dir / "failed_rollout.jsonl")
             raise
@@ -209,8 +217,7 @@ class Trainer:
         metrics = (
             rollout_metrics(batch) | update_metrics(policy_steps, value_steps) | progress.metrics(self.loader.epoch)
         )
-        if hasattr(self.environment, "metrics"):
-            metrics |= self.environment.metrics(batch.samples, batch.raw_reward.tolist())
+        metrics |= environment_metrics(self.environment, batch)
         metrics |= {"perf/refit_bytes": float(refit_bytes), "actor/kl_coef": self.kl.coef} | memory_metrics()
         due = progress.step in (1, self.cfg.max_num_steps) or progress.step % logger.samples_period == 0
         if due and logger.num_inspected_samples:

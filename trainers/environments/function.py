@@ -46,24 +46,28 @@ class FunctionEnvironment:
         )
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """The function at `<module>.<function>`; the module is imported as Python would from the working directory."""
+def load_function(path: str, name: str | None = None) -> Callable[..., Any]:
+    """The function at `<module>.<function>`; the module is imported as Python would from the working directory.
+
+    `name` is what errors call it; default: env.name=python:<path>.
+    """
+    name = name or f"env.name=python:{path}"
     module_name, _, function_name = path.rpartition(".")
     if not module_name:
-        raise ValueError(f"env.name=python:{path}: expected python:<module>.<function>")
+        raise ValueError(f"{name}: expected python:<module>.<function>")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ImportError(
-            f"env.name=python:{path}: cannot import {module_name} ({error}); "
+            f"{name}: cannot import {module_name} ({error}); "
             "run from the folder that holds it, or put that folder on PYTHONPATH"
         ) from error
     function = getattr(module, function_name, None)
     if function is None:
-        names = [name for name, value in vars(module).items() if callable(value)]
-        raise ValueError(f"env.name=python:{path}: {module_name} has no {function_name}{nearest(function_name, names)}")
+        names = [known for known, value in vars(module).items() if callable(value)]
+        raise ValueError(f"{name}: {module_name} has no {function_name}{nearest(function_name, names)}")
     if not callable(function):
-        raise TypeError(f"env.name=python:{path} must be a function, got {type(function).__name__}")
+        raise TypeError(f"{name} must be a function, got {type(function).__name__}")
     return function
 
 
