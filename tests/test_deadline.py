@@ -22,6 +22,14 @@ from trainers.environments.guards import time_limit
 from trainers.rewards import RewardError
 
 LIMIT = 0.2
+RELEASE = threading.Event()  # ends what a test has left behind
+
+
+@pytest.fixture(autouse=True)
+def _release():
+    RELEASE.clear()
+    yield
+    RELEASE.set()
 
 
 def forever():
@@ -51,7 +59,7 @@ def bare_except():
 
 def waits_for_its_threads():
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(time.sleep, 3).result()
+        pool.submit(RELEASE.wait, 60).result()
 
 
 def regular_expression():
@@ -59,7 +67,7 @@ def regular_expression():
 
 
 def large_power():
-    9**9**8
+    9**9**9
 
 
 def with_an_alarm_of_its_own():
@@ -69,7 +77,7 @@ def with_an_alarm_of_its_own():
 
 
 SLOW = [
-    forever, lambda: time.sleep(30), read_from_nobody, lambda: subprocess.run(["sleep", "3"]), except_exception,
+    forever, lambda: time.sleep(30), read_from_nobody, lambda: subprocess.run(["sleep", "30"]), except_exception,
     bare_except, waits_for_its_threads, with_an_alarm_of_its_own,
 ]  # fmt: skip
 
@@ -79,24 +87,23 @@ def test_a_late_call_is_stopped_in_the_main_thread(slow):
     start = time.monotonic()
     with pytest.raises(TooLate):
         call_within(LIMIT, slow)
-    assert LIMIT <= time.monotonic() - start < 2.5
+    assert LIMIT <= time.monotonic() - start < 15
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
     time.sleep(2 * LIMIT)  # nothing comes after it
 
 
 def spin():
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
+    while not RELEASE.is_set():
         pass
 
 
-@pytest.mark.parametrize("slow", [spin, lambda: time.sleep(1.5), bare_except])
+@pytest.mark.parametrize("slow", [spin, lambda: RELEASE.wait(60), bare_except])
 def test_a_late_call_is_left_behind_in_any_other_thread(slow):
     with ThreadPoolExecutor(1) as pool:
         start = time.monotonic()
         with pytest.raises(TooLate):
             pool.submit(call_within, LIMIT, slow).result()
-        assert LIMIT <= time.monotonic() - start < 1.2
+        assert LIMIT <= time.monotonic() - start < 15
 
 
 def test_answers_and_errors_pass_through():
@@ -148,7 +155,7 @@ import threading, time
 def reward(outputs, **_):
     reward.calls = getattr(reward, "calls", 0) + 1
     if reward.calls > 1:
-        threading.Thread(target=time.sleep, args=(60,)).start()  # not a daemon: Python would wait for it at the end
+        threading.Thread(target=time.sleep, args=(1000,)).start()  # not a daemon: Python would wait for it at the end
         while True: pass
     return [float(len(set(o.split()))) for o in outputs]
 """
@@ -163,13 +170,12 @@ def test_a_late_reward_saves_the_run_which_exits_with_1(tmp_path):
         "policy.train_global_batch_size=8", "policy.train_micro_batch_size=8", "logger.tensorboard=false",
         "logger.report=false", "cluster.num_threads=1", f"policy.model_name={tiny.tiny_model()}",
     ]  # fmt: skip
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "trainers.ppo", "config=copy", *settings],
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    assert done.returncode == 1 and time.monotonic() - start < 50, done.stderr
+    assert done.returncode == 1, done.stderr
     assert "error: the reward python:late_reward.reward did not answer within env.timeout_s=1 seconds" in done.stderr
     assert 'late_reward.py", line 7, in reward' in done.stderr  # where it was
     assert f"logger.run_dir={tmp_path / 'run'} goes on after step 1." in done.stderr
@@ -184,7 +190,7 @@ def test_train_in_another_thread(tmp_path):
         policy__train_micro_batch_size=8,
     )  # fmt: skip
     with ThreadPoolExecutor(1) as pool:
-        run = pool.submit(train, tiny.tiny_model(), lambda **_: time.sleep(2), ["w3", "w4"], cfg)
+        run = pool.submit(train, tiny.tiny_model(), lambda **_: RELEASE.wait(60), ["w3", "w4"], cfg)
         with pytest.raises(RewardError, match="lambda> did not answer within env.timeout_s=0.2 seconds"):
             run.result()
     assert (tmp_path / "failed_rollout.jsonl").exists()
