@@ -2,9 +2,11 @@
 
 import datetime
 import json
+from dataclasses import asdict
 from decimal import Decimal
 
 import pytest
+import torch
 
 from tests.test_prompts import NO_PROMPTS, TEMPLATE, make_tokenizer
 from trainers.arithmetic import ConfigError, check
@@ -26,8 +28,10 @@ ROWS = [
      "tags": ["a"]},
     {"prompt": "", "answer": None, "day": None, "cost": Decimal("2.00"), "raw": b"", "tags": []},
 ]  # fmt: skip
-EXPECTED = [Prompt("one", {key: ROWS[0][key] for key in ROWS[0] if key != "prompt"}),
-            Prompt("", {key: ROWS[1][key] for key in ROWS[1] if key != "prompt"})]  # fmt: skip
+EXPECTED = [
+    Prompt("one", {"answer": 4, "day": "2024-02-29", "cost": "1.50", "raw": "\\xff", "tags": ["a"]}),
+    Prompt("", {"answer": None, "day": None, "cost": "2.00", "raw": "", "tags": []}),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +99,7 @@ def test_values_are_stored_not_decoded(tmp_path):
     data = datasets.Dataset.from_list([{"prompt": "x", "image": picture}], features=datasets.Features(
         prompt=datasets.Value("string"), image=datasets.Image()))  # fmt: skip
     data.save_to_disk(tmp_path / "d")
-    assert load(tmp_path / "d") == [Prompt("x", {"image": picture})]
+    assert load(tmp_path / "d") == [Prompt("x", {"image": {"bytes": "no picture", "path": None}})]
 
 
 @pytest.mark.parametrize(
@@ -153,12 +157,15 @@ def test_a_dry_run_downloads_no_dataset():
     assert "prompts   hf:some/dataset:train, which only a run reads" in plan
 
 
-def test_metadata_that_json_lacks_is_dumped_in_words(tmp_path):
+def test_metadata_can_be_saved_and_dumped(tmp_path):
+    """A checkpoint is read with weights_only=True; metadata given to `train` may hold anything, and is dumped too."""
+    (prompt,) = load(written(tmp_path, ROWS[:1]))
+    torch.save(asdict(prompt), tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["metadata"] == EXPECTED[0].metadata
     batch = pack([[5]], [Completion([8], [-1.0], "stop", 0)])
-    batch.samples = [Sample(EXPECTED[0], (5,), (8,), "x", "stop")]
+    batch.samples = [Sample(Prompt("x", {"day": datetime.date(2024, 2, 29)}), (5,), (8,), "x", "stop")]
     dump(batch, tmp_path / "failed.jsonl")
-    metadata = json.loads((tmp_path / "failed.jsonl").read_text())["prompt"]["metadata"]
-    assert metadata == {"answer": 4, "day": "2024-02-29", "cost": "1.50", "raw": "b'\\xff'", "tags": ["a"]}
+    assert json.loads((tmp_path / "failed.jsonl").read_text())["prompt"]["metadata"] == {"day": "2024-02-29"}
 
 
 # --- chats -------------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from trainers.engines import Completion
 from trainers.environments import Prompt, Sample, make_environment
 from trainers.environments.asking import RewardError
 from trainers.environments.weighted import WeightedEnvironment
+from trainers.filtering import packed, unpacked
 from trainers.metrics import environment_metrics, rollout_metrics, validation_metrics
 from trainers.ppo import PPOTrainer
 from trainers.rewards import ConstantRewards, score
-from trainers.rollout import pack
+from trainers.rollout import RolloutBatch, pack
 
 
 class Answers:
@@ -88,8 +89,8 @@ def test_each_reward_has_its_metrics_in_training_and_validation():
     assert means == {"val/score/whole/mean": -0.5, "val/score/tokens/mean": 3.375, "val/score/some/mean": 2.5}
     own = environment_metrics(environment, scored)
     assert own == {"env/whole/total": -1.0, "env/tokens/total": 6.75, "env/some/total": 5.0}
-    chosen = scored.select([1])
-    assert rollout_metrics(chosen)["critic/score/tokens/mean"] == 0.75  # a selection keeps them
+    chosen = unpacked(packed(RolloutBatch.concat([scored.select([1]), scored.select([1])])))
+    assert rollout_metrics(chosen)["critic/score/tokens/mean"] == 0.75  # what dynamic sampling carries keeps them
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,19 @@ def _table_rows(source: str, table: Any) -> Rows:
     row = 0
     for batch in table.to_batches(max_chunksize=1000):
         for values in batch.to_pylist():
-            yield f"{source}: row {row}", values
+            yield f"{source}: row {row}", _plain(values)
             row += 1
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would have it, for checkpoints and logs carry metadata: dates, decimals and bytes become texts."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _parquet(source: str) -> Any:

@@ -26,8 +26,8 @@ class TokenizedPrompt:
 def load_prompts(data: DataConfig, environment: Environment) -> list[Prompt]:
     """The prompts of `data.prompts`, else the environment's own.
 
-    Each row has a text or chat messages under `data.prompt_key`; its other keys become metadata, as they were read
-    (Parquet and datasets have values that JSON lacks, such as dates). See trainers/prompt_rows.py for the formats.
+    Each row has a text or chat messages under `data.prompt_key`; its other keys become metadata, what JSON lacks (dates
+    in Parquet, for instance) as texts. See trainers/prompt_rows.py for the formats.
 
     Raises:
         ValueError: a row without such a prompt, with its place; no prompts at all; or a file where the environment can

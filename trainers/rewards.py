@@ -92,7 +92,7 @@ def dump(batch: RolloutBatch, path: Path) -> None:
     """Every response of a rollout that could not be rewarded, for the author of the reward."""
     with path.open("w", encoding="utf-8") as file:
         for sample in batch.samples:
-            file.write(json.dumps(asdict(sample), default=str) + "\n")  # metadata may hold dates and bytes
+            file.write(json.dumps(asdict(sample), default=str) + "\n")  # metadata of `train` may hold anything
 
 
 class Rewards:
