@@ -171,7 +171,7 @@ def test_a_late_reward_saves_the_run_which_exits_with_1(tmp_path):
         "logger.report=false", "cluster.num_threads=1", f"policy.model_name={tiny.tiny_model()}",
     ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "trainers.ppo", "config=copy", *settings],
+        [sys.executable, "-m", "trainers.ppo", "config=ppo_copy", *settings],
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip

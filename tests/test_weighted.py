@@ -7,6 +7,7 @@ import math
 import pytest
 
 from tests import tiny
+from trainers.charts import charts_of
 from trainers.cli import load_config
 from trainers.config import EnvConfig
 from trainers.engines import Completion
@@ -91,6 +92,12 @@ def test_each_reward_has_its_metrics_in_training_and_validation():
     assert own == {"env/whole/total": -1.0, "env/tokens/total": 6.75, "env/some/total": 5.0}
     chosen = unpacked(packed(RolloutBatch.concat([scored.select([1]), scored.select([1])])))
     assert rollout_metrics(chosen)["critic/score/tokens/mean"] == 0.75  # what dynamic sampling carries keeps them
+
+
+def test_the_report_draws_each_reward():
+    names = ["critic/score/mean", "critic/score/python:a.b/mean", "critic/score/python:a.b/std", "val/score/copy/mean"]
+    titles = [chart.title for chart in charts_of({"run": [{"step": 1, **dict.fromkeys(names, 0.5)}]})]
+    assert titles[-2:] == ["critic/score/python:a.b/mean", "val/score/copy/mean"]
 
 
 @pytest.mark.parametrize(
