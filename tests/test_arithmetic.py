@@ -144,7 +144,10 @@ BOUNDS = {
         ["reasoning_gym:chain_sum", "python:my_package.rewards.score", "lookup"],
     ),
     "data.max_prompt_length": (["0"], ["1"]),
-    "data.prompts": (["no_such_file.jsonl"], []),
+    "env.rewards": (["{sentimant: 1}", "{copy: .nan}", "{copy: .inf}"], ["{sentiment: -1, 'python:a.b': 0}"]),
+    "env.timeout_s": (["0", ".inf"], ["0.5", "null"]),
+    "env.constant_reward_steps": (["-1"], ["0", "1"]),
+    "data.prompts": (["no_such_file.jsonl", "hf:", "tests"], ["hf:a/b:train"]),
     "ppo.adv_estimator.gae_lambda": (["1.1", "-0.1"], ["0", "1"]),
     "ppo.adv_estimator.gae_gamma": (["1.1", "-0.1"], ["0", "1"]),
     "ppo.adv_estimator.gae_lambda_policy": (["1.1", "-0.1"], ["0", "1", "null"]),
@@ -195,7 +198,7 @@ class TestRanges:
             "policy.generation.temperature=0.0: expected a number > 0"
         )
         assert refused("env.name=sentimant") == (
-            "env.name=sentimant: expected sentiment, copy, lookup, reasoning_gym:<dataset> or python:<module>."
+            "env.name=sentimant: expected sentiment, copy, lookup, math, reasoning_gym:<dataset> or python:<module>."
             "<function or class>; did you mean sentiment?"
         )
 
@@ -279,6 +282,7 @@ UNUSED = [
     ((), "policy.max_total_sequence_length=500", ("ppo.max_rollout_turns=2",)),
     (("env.name=python:a.b",), "env.size=100", ("env.name=reasoning_gym:chain_sum",)),
     (("env.name=copy",), "env.params={a: 1}", ("env.name=reasoning_gym:chain_sum",)),
+    (("env.rewards={sentiment: 1}",), "env.params={a: 1}", ("env.rewards={math: 1}",)),
     ((), "env.params={a: 1}", ("env.name=python:a.B",)),
     (("env.name=copy",), "data.prompts=pyproject.toml", ()),
     (("env.name=copy",), "data.chat_template=true", ()),
@@ -332,6 +336,10 @@ class TestNeeds:
             f"{part}.scheduler.name={name} needs {part}.scheduler.decay_steps, the optimizer steps from the end of the "
             "warm-up to the floor"
         )
+
+    def test_maths_needs_prompts(self):
+        assert refused("env.name=math").startswith("env.name=math needs data.prompts: tasks whose answers stand under")
+        accepted("env.name=math", "data.prompts=hf:a/b", "env.params.answer_key=solution")
 
     def test_a_warm_up_needs_a_critic_of_its_own(self):
         assert refused("ppo.policy_training_start_step=2").startswith(

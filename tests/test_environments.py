@@ -345,7 +345,10 @@ def test_function_that_is_none():
         ("reasoning_gim:chain_sum", "did you mean reasoning_gym:<dataset>?"),
         ("python", "did you mean python:<module>.<function or class>?"),
         ("copy:7", "did you mean copy?"),
-        ("zzz", "there are: sentiment, copy, lookup, reasoning_gym:<dataset>, python:<module>.<function or class>"),
+        (
+            "zzz",
+            "there are: sentiment, copy, lookup, math, reasoning_gym:<dataset>, python:<module>.<function or class>",
+        ),
     ],
 )
 def test_unknown_name(name, suggestion):

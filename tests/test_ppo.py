@@ -423,6 +423,8 @@ def test_train_says_what_is_missing():
         train(prompts=["a"])
     with pytest.raises(ValueError, match="reward_fn was given without prompts"):
         train(reward_fn=len)
+    with pytest.raises(ValueError, match="reward_fn was given, and so was env.rewards: leave one out"):
+        train(reward_fn=len, prompts=["a"], config={"env.rewards": {"sentiment": 1.0}})
 
 
 def command(run_dir: Path, *overrides: str) -> list[str]:
@@ -565,7 +567,7 @@ def test_a_reward_that_raises_shows_its_own_traceback_and_how_to_go_on(tmp_path)
     )  # fmt: skip
     assert done.returncode == 1
     assert 'broken_reward.py", line 2, in reward' in done.stderr
-    assert "the reward failed: ZeroDivisionError: division by zero" in done.stderr
+    assert "the reward python:broken_reward.reward failed: ZeroDivisionError: division by zero" in done.stderr
     assert f"logger.run_dir={tmp_path / 'run'} goes on after step 0" in done.stderr
 
 

@@ -63,7 +63,7 @@ def test_jsonl_with_metadata(tmp_path):
         (b'{"prompt": "x"', r'jsonl:2: expected a JSON object, got .\{"prompt": "x".: Expecting'),
         (b'["x"]', "jsonl:2: expected a JSON object, got list"),
         (b'{"promt": "x"}', r"jsonl:2: no key 'prompt' \(data.prompt_key\); did you mean promt\?; keys: \['promt'\]"),
-        (b'{"prompt": 3}', "jsonl:2: 'prompt' must be a text, got int"),
+        (b'{"prompt": 3}', "jsonl:2: 'prompt' must be a text or a list of messages, got int"),
         (b'{"prompt": "\xff"}', "jsonl:2: expected a JSON object.*utf-8"),
     ],
 )
@@ -79,7 +79,7 @@ def test_no_prompts(tmp_path):
         load_prompts(write(tmp_path, "\n \n"), NO_PROMPTS)
     with pytest.raises(ValueError, match="no prompts of its own: set data.prompts to a JSONL file"):
         load_prompts(DataConfig(), NO_PROMPTS)
-    with pytest.raises(FileNotFoundError, match="data.prompts='missing.jsonl' is not a file"):
+    with pytest.raises(FileNotFoundError, match="data.prompts='missing.jsonl': there is no such file"):
         load_prompts(DataConfig(prompts="missing.jsonl"), NO_PROMPTS)
 
 

@@ -67,10 +67,14 @@ def train(
     if reward_fn is not None and prompts is not None:
         if settings.data.prompts is not None:
             raise ValueError(f"prompts was given, and so was data.prompts={settings.data.prompts!r}: leave one out")
+        if settings.env.rewards:
+            raise ValueError("reward_fn was given, and so was env.rewards: leave one out")
         environment = FunctionEnvironment(reward_fn, prompts)
         # The record says whose reward it was; a resume with another one is refused.
         name = getattr(reward_fn, "__qualname__", type(reward_fn).__qualname__)
-        settings = replace(settings, env=EnvConfig(name=f"python:{reward_fn.__module__}.{name}"))
+        own = EnvConfig(name=f"python:{reward_fn.__module__}.{name}")
+        own.timeout_s, own.constant_reward_steps = settings.env.timeout_s, settings.env.constant_reward_steps
+        settings = replace(settings, env=own)
     trainer = TrainerClass(
         replace(settings, policy=policy),
         environment=environment,

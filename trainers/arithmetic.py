@@ -15,7 +15,8 @@ from typing import Any
 from trainers.algorithm_rules import Rule, needed_rules, unused_rules
 from trainers.config import TrainerConfig, walk
 from trainers.config_types import expected, fits, named, one_of, shown
-from trainers.environments import NAMES, nearest
+from trainers.environments import NAMES, has_settings, nearest
+from trainers.prompt_rows import missing
 from trainers.ranges import RANGES
 
 
@@ -220,10 +221,14 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
         yield "policy.model_name is empty: expected auto, a folder or a hub id"
     if not config.logger.run_dir:
         yield "logger.run_dir is empty: expected auto or a folder"
-    if not re.fullmatch(r"sentiment|copy|lookup|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", config.env.name):
-        yield f"env.name={config.env.name}: expected {one_of(NAMES)}{nearest(config.env.name.partition(':')[0], NAMES)}"
-    if config.data.prompts is not None and not Path(config.data.prompts).expanduser().is_file():
-        yield f"data.prompts={config.data.prompts}: there is no such file"
+    for key, name in [("env.name=", config.env.name), *(("env.rewards: ", name) for name in config.env.rewards)]:
+        if not re.fullmatch(r"sentiment|copy|lookup|math|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", name):
+            yield f"{key}{name}: expected {one_of(NAMES)}{nearest(name.partition(':')[0], NAMES)}"
+    for name, weight in config.env.rewards.items():
+        if not math.isfinite(weight):
+            yield f"env.rewards: the weight of {name} is {weight}, expected a number that is finite"
+    if config.data.prompts is not None and (problem := missing(config.data.prompts)):
+        yield f"data.prompts={config.data.prompts}: {problem}"
     resume = config.checkpointing.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         yield f"checkpointing.resume={resume}: expected auto, never or a checkpoint's folder; there is no such folder"
@@ -301,7 +306,11 @@ def unused(config: TrainerConfig) -> Iterator[str]:
         (config.data.prompts is None, "data: prompt_key", "data.prompts=null"),
         (not config.data.chat_template, "data: system_prompt", "data.chat_template=false"),
         (not generated_tasks(config), "env: seed size", f"env.name={env}, which generates no tasks"),
-        (not env.startswith(("reasoning_gym:", "python:")), "env: params", f"env.name={env}, which has no settings"),
+        (
+            not any(map(has_settings, (env, *config.env.rewards))),
+            "env: params",
+            f"{' and '.join([f'env.name={env}', *config.env.rewards])}, which has no settings",
+        ),
         (generated_tasks(config), "data: prompts", f"env.name={env}, which scores only its own tasks"),
         (env in ("copy", "lookup"), "data: chat_template", f"env.name={env}, whose prompts are token ids"),
         *(
@@ -327,6 +336,8 @@ def needed(config: TrainerConfig) -> Iterator[str]:
     """Options that need another one."""
     logger = config.logger
     yield from needed_rules(config)
+    if config.env.name == "math" and config.data.prompts is None:
+        yield "env.name=math needs data.prompts: tasks whose answers stand under env.params.answer_key [answer]"
     if logger.num_samples_to_print > logger.num_inspected_samples:
         yield (
             f"logger.num_samples_to_print={logger.num_samples_to_print} needs as many logger.num_inspected_samples, "

@@ -5,6 +5,7 @@ shows its numbers (SVG's own `<title>`). A value that is not finite breaks its l
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import BytesIO
@@ -316,9 +317,13 @@ def curves_png(runs: dict[str, Steps]) -> bytes:
 
 
 def charts_of(runs: dict[str, Steps]) -> list[Chart]:
-    """The fixed charts, then one for each metric of the environment's or the caller's own."""
+    """The fixed charts, then one for each metric of the environment's, its rewards' or the caller's own."""
     names = dict.fromkeys(name for steps in runs.values() for step in steps for name in step)
-    own = [name for name in names if name.startswith(("env/", "val/metrics/"))]
+    own = [
+        name
+        for name in names
+        if name.startswith(("env/", "val/metrics/")) or re.fullmatch(r"(critic|val)/score/.+/mean", name)
+    ]
     return [
         *CHARTS,
         *(Chart(name, (Line(name, "mean", style="dots" if name.startswith("val/") else "main"),)) for name in own),

@@ -166,20 +166,41 @@ class ValueConfig:
 @dataclass
 class EnvConfig:
     name: str = opt(
-        "sentiment", "sentiment, copy, lookup, reasoning_gym:<dataset> or python:<module>.<function or class>"
+        "sentiment", "sentiment, copy, lookup, math, reasoning_gym:<dataset> or python:<module>.<function or class>"
+    )
+    rewards: dict[str, float] = opt(
+        {},
+        "several rewards, named as in env.name, with their weights; the score is their weighted sum, the prompts stay "
+        "those of env.name; default: env.name alone",
     )
     seed: int = opt(0, "seed of generated tasks (copy, lookup, reasoning_gym)")
     size: int = opt(512, "number of generated tasks (copy, lookup, reasoning_gym)")
     params: dict[str, Any] = opt(
-        {}, "arguments of the environment: a reasoning_gym dataset's own settings, or those of a Python class"
+        {},
+        "arguments of the environment: a reasoning_gym dataset's own settings, a Python class's; math: answer_key",
+    )
+    timeout_s: float | None = opt(
+        600.0, "seconds in which a reward must have scored a rollout, else the run saves and stops; null: no limit",
+        free=True,
+    )  # fmt: skip
+    constant_reward_steps: int = opt(
+        10, "warn of a reward that was the same for every response of so many rollouts in a row; 0: never", free=True
     )
 
 
 @dataclass
 class DataConfig:
-    prompts: str | None = opt(None, "JSONL file of prompts (one object a line); default: the environment's own prompts")
-    prompt_key: str = opt("prompt", "JSONL key of the prompt text; the other keys reach the reward as metadata")
-    chat_template: bool = opt(False, "wrap each prompt as a user turn of the tokenizer's chat template")
+    prompts: str | None = opt(
+        None,
+        "JSONL file of prompts (one object a line), Parquet file, folder of datasets.save_to_disk, or "
+        "hf:<name>[:split] (hf:<name>:<config>:<split>); default: the environment's own prompts",
+    )
+    prompt_key: str = opt(
+        "prompt", "key (column) of the prompt, a text or chat messages; the others reach the reward as metadata"
+    )
+    chat_template: bool = opt(
+        False, "wrap each text as a user turn of the tokenizer's chat template; prompts that are chats need it"
+    )
     system_prompt: str | None = opt(None, "system turn in front of each prompt; needs chat_template")
     max_prompt_length: int = opt(256, "longest prompt in tokens")
     overlong_prompts: str = opt(

@@ -13,6 +13,7 @@ EXPECTED = {
     list[int]: "a list of integers, such as [1, 2]",
     list[float]: "a list of numbers, such as [0.9, 0.95]",
     list[str]: 'a list of texts, such as ["a", "b"]',
+    dict[str, float]: "a mapping to numbers, such as {name: 0.5}",
     dict[str, Any]: "a mapping, such as {name: 1}",
 }
 
@@ -48,7 +49,8 @@ def has_type(value: Any, base: Any) -> bool:
         listed = isinstance(value, Sequence) and not isinstance(value, str)
         return listed and all(has_type(item, get_args(base)[0]) for item in value)
     if get_origin(base) is dict:
-        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+        item = get_args(base)[1]
+        return isinstance(value, Mapping) and all(isinstance(k, str) and has_type(v, item) for k, v in value.items())
     if isinstance(value, bool):
         return base is bool
     return isinstance(value, int | float if base is float else base)

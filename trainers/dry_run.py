@@ -29,13 +29,14 @@ def dry_run(config: TrainerConfig) -> str:
     try:
         environment = make_environment(config.env)
         check_turns(environment, config)
-        prompts = load_prompts(config.data, environment)
+        remote = (config.data.prompts or "").startswith("hf:")
+        prompts = None if remote else load_prompts(config.data, environment)
         device = pick_device(config.cluster.device)
         check_device(config, device)
         dtype = pick_dtype(config.policy.dtype, device)
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(str(error)) from error
-    if len(prompts) < plan.prompts:
+    if prompts is not None and len(prompts) < plan.prompts:
         raise ConfigError(
             f"{config.name}.num_prompts_per_step={plan.prompts}, but there are only {counted(len(prompts), 'prompt')}: "
             f"set it to {len(prompts)} or less"
@@ -44,7 +45,9 @@ def dry_run(config: TrainerConfig) -> str:
     engine_dtype = dtype if wanted == "auto" else getattr(torch, wanted)
     lines = [
         plan.describe(),
-        f"prompts   {len(prompts):,}, so an epoch is {counted(len(prompts) // plan.prompts, 'step')}",
+        f"prompts   {config.data.prompts}, which only a run reads"
+        if prompts is None
+        else f"prompts   {len(prompts):,}, so an epoch is {counted(len(prompts) // plan.prompts, 'step')}",
         f"compute   {device.type}, {name_of(dtype)}; sampling in {name_of(engine_dtype)}",
     ]
     policy_name = environment.default_model if config.policy.model_name == "auto" else config.policy.model_name

@@ -31,13 +31,14 @@ class DynamicSampling:
         cfg, wanted = self.cfg, self.cfg.num_prompts_per_step
         if not cfg.use_dynamic_sampling:
             return draw(0)
-        kept, draws, scores, drawn = self.carried, 0, [], 0
+        kept, draws, scores, drawn, counted = self.carried, 0, [], 0, []
         while len(kept) < wanted and draws < cfg.dynamic_sampling_max_gen_batches:
             batch = draw(draws)
             groups = [split(batch, group) for group in batch.group.unique().tolist()]
             kept = kept + [group for group in groups if differs(group)]
             draws, drawn = draws + 1, drawn + len(groups)
             scores.append(batch.raw_reward)
+            counted.append(batch.metrics)
         if len(kept) < wanted and cfg.dynamic_sampling_on_exhausted == "error":
             raise TrainingError(
                 f"{self.name}.dynamic_sampling_max_gen_batches={draws}: of {drawn} prompts drawn, {len(kept)} had "
@@ -65,6 +66,8 @@ class DynamicSampling:
         else:  # the last draw stands in, and is not trained on
             batch.valid = torch.zeros(len(batch), dtype=torch.bool)
         batch.metrics = {name: float(value) for name, value in metrics.items()}
+        for name in counted[0] if counted else ():  # the environment's own, over all that was sampled
+            batch.metrics[name] = sum(each[name] for each in counted) / len(counted)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +116,8 @@ def packed(batch: RolloutBatch) -> dict[str, Any]:
     """The batch as tensors, numbers and texts alone, which a checkpoint can hold."""
     tensors = {f.name: value for f in fields(batch) if isinstance(value := getattr(batch, f.name), torch.Tensor)}
     greedy = None if batch.greedy is None else packed(batch.greedy)
-    return {"tensors": tensors, "samples": [asdict(sample) for sample in batch.samples], "greedy": greedy}
+    samples = [asdict(sample) for sample in batch.samples]
+    return {"tensors": tensors, "samples": samples, "greedy": greedy, "reward_names": batch.reward_names}
 
 
 def unpacked(record: dict[str, Any]) -> RolloutBatch:
@@ -128,4 +132,5 @@ def unpacked(record: dict[str, Any]) -> RolloutBatch:
         for sample in record["samples"]
     ]
     greedy = None if record["greedy"] is None else unpacked(record["greedy"])
-    return RolloutBatch(**record["tensors"], samples=samples, greedy=greedy)
+    names = tuple(record["reward_names"])
+    return RolloutBatch(**record["tensors"], samples=samples, greedy=greedy, reward_names=names)

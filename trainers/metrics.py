@@ -19,6 +19,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     mask, lengths = batch.mask, batch.response_lengths
     metrics = {
         **_spread("critic/score", batch.raw_reward),
+        **_parts("critic/score", batch, std=True),
         **_spread("response_length", lengths),
         **_spread("prompt_length", batch.prompt_lengths),
         "response_length/clip_ratio": _mean(batch.finish == FINISH.index("length")),
@@ -94,6 +95,7 @@ def validation_metrics(
     return {
         **{f"val/metrics/{name}": _mean(torch.as_tensor(values)) for name, values in own.items()},
         **_spread("val/score", batch.raw_reward),
+        **_parts("val/score", batch),
         **_spread("val/response_length", lengths),
         "val/response_length/clip_ratio": _mean(batch.finish == FINISH.index("length")),
     }
@@ -163,6 +165,16 @@ def memory_metrics() -> dict[str, float]:
     metrics = {"perf/max_memory_rss_gb": peak / (2**30 if sys.platform == "darwin" else 2**20)}  # Linux counts KiB
     if torch.cuda.is_initialized():
         metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    return metrics
+
+
+def _parts(name: str, batch: RolloutBatch, *, std: bool = False) -> dict[str, float]:
+    metrics = {}
+    for i, reward in enumerate(batch.reward_names):
+        scores = batch.reward_parts[:, i]
+        metrics[f"{name}/{reward}/mean"] = _mean(scores)
+        if std:
+            metrics[f"{name}/{reward}/std"] = float(scores.double().std(correction=0))
     return metrics
 
 

@@ -6,11 +6,11 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainers.config import DataConfig
 from trainers.environments import Environment, Prompt, nearest
+from trainers.prompt_rows import read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -26,49 +26,60 @@ class TokenizedPrompt:
 def load_prompts(data: DataConfig, environment: Environment) -> list[Prompt]:
     """The prompts of `data.prompts`, else the environment's own.
 
-    The file is JSONL: each line an object with a text under `data.prompt_key`; its other keys become metadata.
+    Each row has a text or chat messages under `data.prompt_key`; its other keys become metadata, what JSON lacks (dates
+    in Parquet, for instance) as texts. See trainers/prompt_rows.py for the formats.
 
     Raises:
-        ValueError: a line that is not such an object, with file and line number; no prompts at all; or a file where
-            the environment can only score its own prompts.
+        ValueError: a row without such a prompt, with its place; no prompts at all; or a file where the environment can
+            only score its own prompts.
         FileNotFoundError: the file is not there.
+        ImportError: a package of the `data` extra is not installed.
     """
     if data.prompts is None:
         prompts = environment.prompts()
         if not prompts:
             raise ValueError("the environment has no prompts of its own: set data.prompts to a JSONL file")
-        return prompts
-    if getattr(environment, "own_prompts_only", False):
-        raise ValueError(
-            f"data.prompts={data.prompts!r}: this environment can only score its own prompts; leave it unset"
-        )
-    path = Path(data.prompts).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"data.prompts={data.prompts!r} is not a file")
-    with path.open("rb") as file:  # bytes, so that only line feeds end a line and a bad byte has a line number
-        lines = [(f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip()]
-    prompts = [_parse_line(line, where, data.prompt_key) for where, line in lines]
-    if not prompts:
-        raise ValueError(f"data.prompts={data.prompts!r} has no prompts")
+    else:
+        if getattr(environment, "own_prompts_only", False):
+            raise ValueError(
+                f"data.prompts={data.prompts!r}: this environment can only score its own prompts; leave it unset"
+            )
+        prompts = [_prompt_of(row, where, data.prompt_key) for where, row in read_rows(data.prompts)]
+        if not prompts:
+            raise ValueError(f"data.prompts={data.prompts!r} has no prompts")
+    if hasattr(environment, "check_prompts"):
+        environment.check_prompts(prompts)
     return prompts
 
 
-def _parse_line(line: bytes, where: str, prompt_key: str) -> Prompt:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))  # -sig: some editors put a byte-order mark at the start of a file
-    except ValueError as error:  # bad JSON or bad UTF-8
-        start = line.decode(errors="replace").strip()[:60]
-        raise ValueError(f"{where}: expected a JSON object, got {start!r}: {getattr(error, 'msg', error)}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
+def _prompt_of(row: dict[str, Any], where: str, prompt_key: str) -> Prompt:
     if prompt_key not in row:
         raise ValueError(
             f"{where}: no key {prompt_key!r} (data.prompt_key){nearest(prompt_key, list(row))}; keys: {sorted(row)}"
         )
-    text = row.pop(prompt_key)
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: {prompt_key!r} must be a text, got {type(text).__name__}")
-    return Prompt(text, row)
+    prompt = row.pop(prompt_key)
+    if isinstance(prompt, str):
+        return Prompt(prompt, row)
+    if isinstance(prompt, list):
+        messages = _messages(prompt, f"{where}: {prompt_key!r}")
+        alone = len(messages) == 1
+        text = "\n".join(turn["content"] if alone else f"{turn['role']}: {turn['content']}" for turn in messages)
+        return Prompt(text, row, messages=messages)
+    raise ValueError(f"{where}: {prompt_key!r} must be a text or a list of messages, got {type(prompt).__name__}")
+
+
+def _messages(turns: list[Any], where: str) -> tuple[dict[str, Any], ...]:
+    """The turns of a chat, the last of which a response can answer."""
+    messages = []
+    for i, turn in enumerate(turns):
+        if not (isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))):
+            raise ValueError(f"{where}: message {i} must be {{role: text, content: text}}, got {turn!r:.80}")
+        messages.append({key: value for key, value in turn.items() if value is not None})  # columns that others have
+    if not messages:
+        raise ValueError(f"{where} has no messages")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(f"{where}: the last message is the assistant's, which the response would have to follow")
+    return tuple(messages)
 
 
 def tokenize_prompts(
@@ -134,9 +145,14 @@ def _encode(prompt: Prompt, row: int, tokenizer: Any, data: DataConfig) -> tuple
         if data.chat_template:
             raise ValueError(f"prompt {row} is given as ids, to which data.chat_template cannot be applied")
         ids = tuple(prompt.ids)
+    elif prompt.messages is not None and not data.chat_template:
+        raise ValueError(f"prompt {row} is a list of chat messages, which needs data.chat_template=true")
     elif data.chat_template:
-        turns = [{"role": "system", "content": data.system_prompt}] if data.system_prompt is not None else []
-        turns.append({"role": "user", "content": prompt.text})
+        turns = list(prompt.messages or [{"role": "user", "content": prompt.text}])
+        if data.system_prompt is not None:
+            if turns[0]["role"] == "system":
+                raise ValueError(f"prompt {row} has a system turn of its own, beside that of data.system_prompt")
+            turns.insert(0, {"role": "system", "content": data.system_prompt})
         try:
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like, for instance where there is no system role

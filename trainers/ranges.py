@@ -54,6 +54,8 @@ RANGES: dict[str, Rule] = {
     "value_loss_fn.cliprange": POSITIVE,
     "env.seed": SEED,
     "env.size": AT_LEAST_1,
+    "env.timeout_s": POSITIVE,
+    "env.constant_reward_steps": NOT_NEGATIVE,
     "data.max_prompt_length": AT_LEAST_1,
     "ppo.num_prompts_per_step": AT_LEAST_1,
     "ppo.num_generations_per_prompt": AT_LEAST_1,

@@ -7,10 +7,10 @@ The KL to the reference, if it is charged in the reward, is per token and detach
 """
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import is_dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -18,54 +18,103 @@ import torch
 from torch import Tensor
 
 import fastppo
-from trainers.config import AlgorithmConfig, LossConfig
+from trainers import dist
+from trainers.config import AlgorithmConfig, EnvConfig, LossConfig
 from trainers.environments import Environment, RewardError, Sample
+from trainers.environments.asking import LateRewardError, ask
+from trainers.environments.weighted import WeightedEnvironment
 from trainers.rollout import FINISH, RolloutBatch
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+__all__ = ["ConstantRewards", "KLController", "LateRewardError", "RewardError", "Rewards", "dump", "score", "shape"]
+
+logger = logging.getLogger(__name__)
 
 
-def score(environment: Environment, batch: RolloutBatch) -> RolloutBatch:
-    """Ask the environment; fill `raw_reward` [B] and `token_scores` [T]. RewardErrors carry the batch's samples."""
+class ConstantRewards:
+    """Warns, once for each reward, when every response of `limit` scoring calls in a row got the same; 0: never."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._seen: dict[str, tuple[float, int]] = {}  # the value and in how many calls it was the only one
+        self._warned: set[str] = set()
+
+    def see(self, name: str, scores: Sequence[float]) -> None:
+        value = scores[0]
+        before, calls = self._seen.get(name, (value, 0))
+        calls = calls + 1 if before == value else 1
+        calls = calls if all(score == value for score in scores) else 0
+        self._seen[name] = (value, calls)
+        if self.limit and calls >= self.limit and name not in self._warned:
+            self._warned.add(name)
+            logger.warning(
+                "env.constant_reward_steps=%d: the reward %s gave %g to every response so many times in a row: there "
+                "is nothing to learn from it",
+                self.limit, name, value,
+            )  # fmt: skip
+
+
+def score(
+    environment: Environment,
+    batch: RolloutBatch,
+    env: EnvConfig | None = None,
+    constant: ConstantRewards | None = None,
+) -> RolloutBatch:
+    """Ask the environment; fill `raw_reward` [B], `token_scores` [T] and, with several rewards, `reward_parts` [B, R].
+
+    Each rank asks about its part of the responses. What the environment itself counts goes to `batch.metrics`.
+
+    Args:
+        env: the name of the reward, for errors, and its time limit; default: no name, no limit.
+        constant: is shown each reward's scores.
+
+    Raises:
+        RewardError: a reward that failed, was late or cannot be trained on, on any rank; with the batch's samples.
+    """
     try:
-        return _scored(environment, batch)
+        found = dist.together(lambda: _asked(environment, dist.part(batch.samples), env))
     except RewardError as error:
         error.samples = batch.samples
         raise
-
-
-def _scored(environment: Environment, batch: RolloutBatch) -> RolloutBatch:
-    samples = batch.samples
-    token_scores = torch.zeros(batch.tokens.numel())
-    raw = []
+    names = next(iter(each for each, _ in found if each))
+    parts = {name: [answer for each, _ in found for answer in each.get(name, [])] for name in names}
+    weighted = isinstance(environment, WeightedEnvironment)
+    answers = environment.combine(batch.samples, parts) if weighted else next(iter(parts.values()))
+    token_scores, raw = torch.zeros(batch.tokens.numel()), []
     responses = batch.mask.nonzero().squeeze(1).split(batch.response_lengths.tolist())
-    for answer, sample, tokens in zip(answers(environment, samples), samples, responses, strict=True):
-        values = _values(answer, sample)  # one for the last response token, or one for each
-        token_scores[tokens[-len(values) :]] = torch.tensor(values)
+    for values, sample, tokens in zip(answers, batch.samples, responses, strict=True):
+        token_scores[tokens[-len(values) :]] = torch.tensor(values)  # one for the last response token, or one for each
         token_scores[tokens[-1]] += sample.reward
         raw.append(math.fsum([*values, sample.reward]))
+    sums = {name: [math.fsum(values) for values in part] for name, part in parts.items()}
+    for name, scores in sums.items() if constant else ():
+        constant.see(name, scores if weighted else raw)
+    if weighted:
+        batch.reward_names = tuple(sums)
+        batch.update(reward_parts=torch.tensor(list(sums.values())).T)
+    for name in next(iter(metrics for each, metrics in found if each)):
+        sizes = [len(next(iter(each.values()))) if each else 0 for each, _ in found]
+        total = sum(metrics[name] * size for (_, metrics), size in zip(found, sizes, strict=True) if size)
+        batch.metrics[name] = total / sum(sizes)
     return batch.update(raw_reward=torch.tensor(raw, dtype=torch.float32), token_scores=token_scores)
 
 
-def answers(environment: Environment, samples: Sequence[Sample]) -> Sequence[Any]:
-    """What the environment's `score` says of each sample; 0 where its turns are all that pays.
-
-    Raises:
-        RewardError: it raised, or its answer has not one entry a sample.
-    """
-    if not hasattr(environment, "score"):
-        return [0.0] * len(samples)
-    try:
-        scores = environment.score(samples)
-    except Exception as error:
-        raise RewardError(f"the reward failed: {type(error).__name__}: {error}") from error
-    try:
-        count = len(scores)
-    except TypeError:
-        raise RewardError(f"the reward must be a list of {len(samples)} values, got {type(scores).__name__}") from None
-    if count != len(samples):
-        raise RewardError(f"the reward must give {len(samples)} values, one per response, got {count}")
-    return scores
+def _asked(
+    environment: Environment, samples: Sequence[Sample], env: EnvConfig | None
+) -> tuple[dict[str, list[list[float]]], dict[str, float]]:
+    """What each reward says of each of the samples, and the environment's own metrics of them; nothing of none."""
+    if not samples:
+        return {}, {}
+    name, timeout_s = (env.name, env.timeout_s) if env else ("", None)
+    if isinstance(environment, WeightedEnvironment):
+        parts = environment.score_each(samples, timeout_s)
+    else:
+        parts = {name: ask(environment, samples, name=name, timeout_s=timeout_s)}
+    if not hasattr(environment, "metrics"):
+        return parts, {}
+    sums = [[math.fsum(values) for values in part] for part in parts.values()]
+    if isinstance(environment, WeightedEnvironment):
+        return parts, environment.metrics(samples, list(zip(*sums, strict=True)))
+    return parts, environment.metrics(samples, [total + s.reward for total, s in zip(sums[0], samples, strict=True)])
 
 
 def dump(samples: Sequence[Sample], path: Path) -> None:
@@ -183,20 +232,3 @@ class KLController:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.coef = state["coef"]
-
-
-def _values(answer: Any, sample: Sample) -> list[float]:
-    plain = answer.tolist() if hasattr(answer, "tolist") else answer  # tensors, arrays and their scalars
-    per_token = isinstance(plain, list | tuple)
-    values = list(plain) if per_token else [plain]
-    if not all(isinstance(value, Real) for value in values):
-        raise RewardError(f"the reward must be a number, got {answer!r} for {sample.response!r}", sample)
-    if not all(abs(value) <= FLOAT32_MAX for value in values):  # NaN is not either
-        raise RewardError(f"the reward must be finite, got {answer!r} for {sample.response!r}", sample)
-    if per_token and len(values) != len(sample.response_ids):
-        raise RewardError(
-            f"a per-token reward must have {len(sample.response_ids)} values, one per response token, got "
-            f"{len(values)} for {sample.response!r}",
-            sample,
-        )
-    return [float(value) for value in values]

@@ -48,6 +48,7 @@ class RolloutBatch:
 
     valid: Tensor | None = sequence_field()  # [B] bool: trained on; None: all of them are
     raw_reward: Tensor | None = sequence_field()  # [B] float32, the task's score
+    reward_parts: Tensor | None = sequence_field()  # [B, R] float32, with several rewards each one's own score
     baseline: Tensor | None = sequence_field()  # [B] float32, what the greedy response to the same prompt earned
     token_scores: Tensor | None = token_field()  # [T] float32, where the score is paid
     old_logprobs: Tensor | None = token_field()
@@ -60,6 +61,7 @@ class RolloutBatch:
     returns: Tensor | None = token_field()
     trunk_hidden: Tensor | None = token_field()  # [T, D], output of the policy's frozen trunk
 
+    reward_names: tuple[str, ...] = ()  # of the R columns of reward_parts
     num_tokens: int | None = None  # trained tokens of the optimizer step, set by batching
     num_seqs: int | None = None  # sequences of the optimizer step with at least one trained token
     num_nll_tokens: int | None = None  # of the trained tokens those of responses with a positive raw reward

@@ -216,7 +216,7 @@ def launch(algorithm: str, trainer: str, description: str, argv: list[str] | Non
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
 
-    from trainers.rewards import RewardError
+    from trainers.rewards import LateRewardError, RewardError
 
     try:
         built.fit()
@@ -225,6 +225,10 @@ def launch(algorithm: str, trainer: str, description: str, argv: list[str] | Non
             traceback.print_exception(error.__cause__)
         saved = f"The rollout is in {built.run.dir / 'failed_rollout.jsonl'}; logger.run_dir={built.run.dir} goes on"
         print(f"{prog}: error: {error}\n{saved} after step {built.progress.step}.", file=sys.stderr)
+        if isinstance(error, LateRewardError):  # at a normal exit Python waits for threads, and its own may never end
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         return 1
     except TrainingError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)

@@ -19,7 +19,13 @@ from trainers.environments import Environment, Prompt, check_turns, make_environ
 from trainers.filtering import DynamicSampling, leave_out
 from trainers.logger import Logger
 from trainers.losses import JointLoss, PolicyLoss
-from trainers.metrics import memory_metrics, rollout_metrics, token_table, update_metrics, validation_metrics
+from trainers.metrics import (
+    memory_metrics,
+    rollout_metrics,
+    token_table,
+    update_metrics,
+    validation_metrics,
+)
 from trainers.models import resolve_model
 from trainers.offload import check_device
 from trainers.optim import StepMetrics
@@ -49,6 +55,7 @@ class Trainer:
         self.run = Run(config)
         self.environment = environment or make_environment(config.env)
         check_turns(self.environment, config)
+        self.constant_rewards = rewards.ConstantRewards(config.env.constant_reward_steps)
         name = self.environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
         prompts = load_prompts(config.data, self.environment)
         resumed = checkpoint.find(config.checkpointing.resume, self.run.dir)
@@ -135,8 +142,8 @@ class Trainer:
                 batch.greedy = self._generate(prompts, 1, step, greedy=True)
         with self.run.timer("reward"):
             if batch.greedy is not None:
-                rewards.score(self.environment, batch.greedy)
-            return rewards.score(self.environment, batch)
+                self._score(batch.greedy)
+            return self._score(batch)
 
     def _generate(self, prompts: Sequence[Any], samples_per_prompt: int, step: int, **how: Any) -> RolloutBatch:
         return generate(
@@ -152,6 +159,9 @@ class Trainer:
             max_length=self.config.policy.max_total_sequence_length,
             **how,
         )
+
+    def _score(self, batch: RolloutBatch) -> RolloutBatch:
+        return rewards.score(self.environment, batch, self.config.env, self.constant_rewards)
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
@@ -199,7 +209,7 @@ class Trainer:
             return {}
         with self.run.timer("testing"), self.saved_on_failure():
             batch = self._generate(self.eval_prompts[: cfg.max_val_samples], 1, step=-1)
-            metrics = validation_metrics(rewards.score(self.environment, batch), self.metric_fn)
+            metrics = validation_metrics(self._score(batch), self.metric_fn)
         if when != "now":
             self.logger.validation(step, metrics)
             self.validated_step = step
@@ -215,8 +225,6 @@ class Trainer:
         metrics = (
             rollout_metrics(batch) | update_metrics(policy_steps, value_steps) | progress.metrics(self.loader.epoch)
         )
-        if hasattr(self.environment, "metrics"):
-            metrics |= self.environment.metrics(batch.samples, batch.raw_reward.tolist())
         metrics |= {"perf/refit_bytes": float(refit_bytes), "actor/kl_coef": self.kl.coef} | memory_metrics()
         due = progress.step in (1, self.cfg.max_num_steps) or progress.step % logger.samples_period == 0
         if due and logger.num_inspected_samples:

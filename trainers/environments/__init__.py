@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ class Prompt:
     text: str
     metadata: dict[str, Any] = field(default_factory=dict)
     ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None  # a chat, for the tokenizer's template; `text` tells it in words
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,13 @@ class RewardError(ValueError):
 
 
 class Environment(Protocol):
-    """What a trainer asks of a task. An environment may also have three things that most do not need:
+    """What a trainer asks of a task. An environment may also have four things that most do not need:
 
     `step(samples) -> list[Turn]`, an answer to each dialogue that goes on, in order. It is called after each turn of
     the policy, `ppo.max_rollout_turns` times at most. What it pays is added to `score`, which it may then leave out;
     `metrics(samples, rewards) -> dict[str, float]`, means over the samples of one `score` call, named `env/...`;
-    `own_prompts_only = True`, where the reward needs more than a prompt's text, so that `data.prompts` is refused.
+    `own_prompts_only = True`, where the reward needs more than a prompt's text, so that `data.prompts` is refused;
+    `check_prompts(prompts)`, which raises a ValueError if they lack what the reward needs.
     """
 
     default_model: str  # what `policy.model_name: auto` stands for; see trainers/models.py
@@ -91,32 +93,67 @@ class Environment(Protocol):
 
 
 # Names that `env.name` may have, as errors list them.
-NAMES = ("sentiment", "copy", "lookup", "reasoning_gym:<dataset>", "python:<module>.<function or class>")
+NAMES = ("sentiment", "copy", "lookup", "math", "reasoning_gym:<dataset>", "python:<module>.<function or class>")
 
 
 def make_environment(env: EnvConfig) -> Environment:
-    """The environment that `env.name` names.
+    """The environment that `env.name` names; with `env.rewards` the weighted sum of those, on the prompts of env.name.
 
     Raises:
-        ValueError: an unknown name (the nearest one is suggested) or settings that the environment does not have.
+        ValueError: an unknown name (the nearest one is suggested), settings that the environment does not have, or a
+            reward that can score only prompts of its own.
         ImportError: a package of the `trainer` extra, or a module of the user's, cannot be imported.
     """
+    tasks = _make(env, "env.name=")
+    if env.params and not any(map(has_settings, (env.name, *env.rewards))):
+        raise ValueError(
+            f"env.params: {' and '.join((env.name, *env.rewards))} has no settings, got {sorted(env.params)}"
+        )
+    if not env.rewards:
+        return tasks
+    from trainers.environments.weighted import WeightedEnvironment
+
+    params = {} if has_settings(env.name) else env.params
+    rewards = {}
+    for name, weight in env.rewards.items():
+        reward = tasks if name == env.name else _make(replace(env, name=name, params=params), "env.rewards: ")
+        if reward is not tasks and getattr(reward, "own_prompts_only", False):
+            raise ValueError(
+                f"env.rewards: {name} can only score prompts of its own, which needs env.name={name}, got "
+                f"env.name={env.name}"
+            )
+        rewards[name] = (reward, weight)
+    if env.name not in env.rewards and not tasks.prompts():
+        raise ValueError(
+            f"env.name={env.name} has no prompts and is not among env.rewards: it would do nothing, leave it out"
+        )
+    return WeightedEnvironment(tasks, rewards)
+
+
+def has_settings(name: str) -> bool:
+    """Whether `env.params` means something to the environment."""
+    return name == "math" or name.startswith(("reasoning_gym:", "python:"))
+
+
+def _make(env: EnvConfig, key: str) -> Environment:
+    """`key` is what the name stands behind, for messages."""
     name, _, argument = env.name.partition(":")
     if name == "sentiment" and not argument:
         from trainers.environments.sentiment import SentimentEnvironment
 
-        _no_params(env)
         return SentimentEnvironment()
     if name == "copy" and not argument:
         from trainers.environments.copy import CopyEnvironment
 
-        _no_params(env)
         return CopyEnvironment(size=env.size, seed=env.seed)
     if name == "lookup" and not argument:
         from trainers.environments.lookup import LookupEnvironment
 
-        _no_params(env)
         return LookupEnvironment(size=env.size, seed=env.seed)
+    if name == "math" and not argument:
+        from trainers.environments.math import MathEnvironment
+
+        return MathEnvironment(**_checked_params(env.params, "math", ("answer_key",)))
     if name == "reasoning_gym" and argument:
         from trainers.environments.reasoning_gym import ReasoningGymEnvironment
 
@@ -124,10 +161,9 @@ def make_environment(env: EnvConfig) -> Environment:
     if name == "python" and argument:
         from trainers.environments.function import from_python
 
-        return from_python(argument, dict(env.params))
-    raise ValueError(
-        f"env.name={env.name!r} is not an environment{nearest(name, NAMES)}; there are: {', '.join(NAMES)}"
-    )
+        return from_python(argument, dict(env.params), f"{key}python:{argument}")
+    shown = f"{key}{env.name!r}" if key.endswith("=") else f"{key}{env.name}"
+    raise ValueError(f"{shown} is not an environment{nearest(name, NAMES)}; there are: {', '.join(NAMES)}")
 
 
 def check_turns(environment: Environment, config: TrainerConfig) -> None:
@@ -147,6 +183,10 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {heads[found[0]]}?" if found else ""
 
 
-def _no_params(env: EnvConfig) -> None:
-    if env.params:
-        raise ValueError(f"env.params: {env.name} has no settings, got {sorted(env.params)}")
+def _checked_params(params: Mapping[str, Any], name: str, known: Sequence[str]) -> dict[str, Any]:
+    for key in params:
+        if key not in known:
+            raise ValueError(
+                f"env.params.{key} is not a setting of {name}{nearest(key, known)}; there are: {', '.join(known)}"
+            )
+    return dict(params)

@@ -49,15 +49,17 @@ class FunctionEnvironment:
         )
 
 
-def from_python(path: str, params: dict[str, Any]) -> Environment:
+def from_python(path: str, params: dict[str, Any], key: str | None = None) -> Environment:
     """The environment at `<module>.<name>`: a class, made with `params`; an instance; or a reward function, around
-    which one is made. An instance is known by its `score` or `step`.
+    which one is made. An instance is known by its `score` or `step`. `key` is what errors call it; default:
+    env.name=python:<path>.
 
     Raises:
         ValueError: no such name, or `params` that it does not take.
         TypeError: something else, or an environment that lacks a part.
     """
-    named = load(path)
+    key = key or f"env.name=python:{path}"
+    named = load(path, key)
     if isinstance(named, type):
         try:
             inspect.signature(named).bind(**params)
@@ -67,33 +69,31 @@ def from_python(path: str, params: dict[str, Any]) -> Environment:
         raise ValueError(f"env.params: python:{path} has no settings, got {sorted(params)}")
     elif not any(hasattr(named, method) for method in ("score", "step")):
         if not callable(named):
-            raise TypeError(
-                f"env.name=python:{path} must be a reward function or an environment, got {type(named).__name__}"
-            )
+            raise TypeError(f"{key} must be a reward function or an environment, got {type(named).__name__}")
         return FunctionEnvironment(named)
     parts = [name for name in ("default_model", "prompts") if not hasattr(named, name)]
     if not any(hasattr(named, method) for method in ("score", "step")):
         parts.append("score or step")
     if parts:
-        raise TypeError(f"env.name=python:{path} is not an environment: it has no {', no '.join(parts)}")
+        raise TypeError(f"{key} is not an environment: it has no {', no '.join(parts)}")
     return named(**params) if isinstance(named, type) else named
 
 
-def load(path: str) -> Any:
+def load(path: str, key: str) -> Any:
     """What `<module>.<name>` is; the module is imported as Python would from the working directory."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
-        raise ValueError(f"env.name=python:{path}: expected python:<module>.<function or class>")
+        raise ValueError(f"{key}: expected python:<module>.<function or class>")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ImportError(
-            f"env.name=python:{path}: cannot import {module_name} ({error}); "
+            f"{key}: cannot import {module_name} ({error}); "
             "run from the folder that holds it, or put that folder on PYTHONPATH"
         ) from error
     if not hasattr(module, name):
         names = [other for other, value in vars(module).items() if callable(value)]
-        raise ValueError(f"env.name=python:{path}: {module_name} has no {name}{nearest(name, names)}")
+        raise ValueError(f"{key}: {module_name} has no {name}{nearest(name, names)}")
     return getattr(module, name)
 
 
