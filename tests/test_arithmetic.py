@@ -354,6 +354,12 @@ class TestNeeds:
         )
         plan = accepted("ppo.max_rollout_turns=3", "policy.max_total_sequence_length=1000")
         assert plan.longest_sequence == 1000
+        turns = ("ppo.max_rollout_turns=3", "policy.max_total_sequence_length=1000")
+        assert refused(*turns, "policy.max_tokens_per_micro_batch=999") == (
+            "policy.max_tokens_per_micro_batch=999 is less than the longest sequence: "
+            "policy.max_total_sequence_length=1000 tokens"
+        )
+        accepted(*turns, "policy.max_tokens_per_micro_batch=1000")
         assert "each at most 3 turns of 16 new tokens, 1,000 tokens in all\n" in plan.describe()
 
     def test_a_scaling_needs_a_range(self):

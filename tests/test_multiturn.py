@@ -359,13 +359,17 @@ def test_reinforce_runs_in_turns_and_compares_with_a_greedy_dialogue(tmp_path):
     assert row["training/rollout_probs_diff_max"] < 1e-5 and row["rollout/turns_max"] <= 2
 
 
-def test_a_policy_learns_to_use_a_tool(tmp_path):
+@pytest.mark.slow  # 30 s
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_policy_learns_to_use_a_tool(tmp_path, seed):
     """Without the observation no policy is above 0.5 + 0.5 / 6: the value is drawn anew for each task."""
-    PPOTrainer(lookup_config(tmp_path, "logger.num_samples_to_print=0", "logger.num_inspected_samples=0")).fit()
+    quiet = ("logger.num_samples_to_print=0", "logger.num_inspected_samples=0")
+    PPOTrainer(lookup_config(tmp_path, *quiet, f"ppo.seed={seed}")).fit()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["critic/score/mean"] for row in rows]
     assert rewards[0] < 0.15
-    assert sum(rewards[-5:]) / 5 > 0.85
+    assert max(sum(rewards[i : i + 3]) / 3 for i in range(len(rewards) - 2)) > 0.9
+    assert sum(rewards[-10:]) / 10 > 0.85
     assert rows[0]["rollout/turns_mean"] < 1.2 and rows[-1]["rollout/turns_mean"] > 1.95
 
 

@@ -236,7 +236,7 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
 
 def uneven_batches(config: TrainerConfig) -> Iterator[str]:
     cfg, name = config.algorithm, config.name
-    prompt, new = config.data.max_prompt_length, config.policy.generation.max_new_tokens
+    longest, why = longest_sequence(config)
     sequences = cfg.num_prompts_per_step * cfg.num_generations_per_prompt
     for key, part in trained_parts(config):
         if key == "value" and part.mode == "shared":
@@ -248,11 +248,8 @@ def uneven_batches(config: TrainerConfig) -> Iterator[str]:
                 f"{key}.train_global_batch_size={part.train_global_batch_size} does not divide"
             )
         budget = part.max_tokens_per_micro_batch
-        if budget is not None and budget < prompt + new:
-            yield (
-                f"{key}.max_tokens_per_micro_batch={budget} is less than the longest sequence: data.max_prompt_length="
-                f"{prompt} + policy.generation.max_new_tokens={new} = {prompt + new} tokens"
-            )
+        if budget is not None and budget < longest:
+            yield f"{key}.max_tokens_per_micro_batch={budget} is less than the longest sequence: {why} tokens"
         if budget is None and part.train_micro_batch_size > part.train_global_batch_size:
             yield (
                 f"{key}.train_micro_batch_size={part.train_micro_batch_size} is larger than "
@@ -351,6 +348,14 @@ def needed(config: TrainerConfig) -> Iterator[str]:
                 f"{key}.scheduler.name={part.scheduler.name} needs {key}.scheduler.decay_steps, "
                 "the optimizer steps from the end of the warm-up to the floor"
             )
+
+
+def longest_sequence(config: TrainerConfig) -> tuple[int, str]:
+    """In tokens, and the settings that it follows from."""
+    if (limit := config.policy.max_total_sequence_length) is not None:
+        return limit, f"policy.max_total_sequence_length={limit}"
+    prompt, new = config.data.max_prompt_length, config.policy.generation.max_new_tokens
+    return prompt + new, f"data.max_prompt_length={prompt} + policy.generation.max_new_tokens={new} = {prompt + new}"
 
 
 def trained_parts(config: TrainerConfig) -> list[tuple[str, Any]]:
