@@ -13,7 +13,6 @@ among equals the newer one ranks higher.
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import CheckpointingConfig
-from trainers.files import fsync
+from trainers.files import fsync, replace_text
 from trainers.out_of_memory import is_out_of_memory
 
 STEP = re.compile(r"step_(\d+)")
@@ -91,11 +90,7 @@ def rank(folder: Path, step: int, record: dict[str, Any], cfg: CheckpointingConf
     path = folder / f"step_{step}" / "training.json"
     if not path.is_file():
         return
-    temporary = path.with_name("training.json.tmp")
-    _write_json(temporary, json.loads(path.read_text()) | record)
-    fsync(temporary)
-    os.replace(temporary, path)
-    fsync(path.parent)
+    replace_text(path, _json(json.loads(path.read_text()) | record))
     prune(folder, cfg)
 
 
@@ -146,12 +141,12 @@ def find(resume: str, run_dir: Path) -> Path | None:
 def write_state(folder: Path, training: dict[str, Any], state: dict[str, Any]) -> None:
     import torch
 
-    _write_json(folder / "training.json", training)
+    (folder / "training.json").write_text(_json(training))
     torch.save(state, folder / "state.pt")
 
 
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

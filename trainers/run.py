@@ -21,6 +21,7 @@ from trainers.checkpoint import find
 from trainers.config import CONFIGS, TrainerConfig
 from trainers.deadline import Deadline, seconds_of
 from trainers.out_of_memory import advice, is_out_of_memory
+from trainers.trackers import check_installed
 
 MAX_SKIPPED_STEPS = 3  # rollouts in a row without a single finite gradient before a run gives up
 
@@ -65,6 +66,7 @@ class Run:
 
     def __init__(self, config: TrainerConfig):
         self.config = config
+        check_installed(config.logger)
         self.dir = run_folder(config)
         check_writable(self.dir)
         limit = config.checkpointing.checkpoint_must_save_by
