@@ -117,7 +117,7 @@ def test_what_is_held_all_along(folder, unfrozen, dtype):
     minibatch = tiny.rollout()
     minibatch.old_logprobs = torch.zeros_like(minibatch.advantages)
     minibatch.num_tokens, minibatch.num_seqs = int(minibatch.mask.sum()), len(minibatch)
-    policy.train_step(minibatch, PolicyLoss(load_config("copy").loss_fn, temperature=1.0, norm_length=4))
+    policy.train_step(minibatch, PolicyLoss(load_config("ppo_copy").loss_fn, temperature=1.0, norm_length=4))
     moments = policy.optimizers["actor"].adamw.state.values()
     assert told["Adam"] == sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in moments)
     assert told["gradients"] == 4 * size(trained)
@@ -136,7 +136,7 @@ def test_the_largest_micro_batch():
 def test_the_plan_in_words(folder):
     def plan(*overrides: str) -> list[str]:
         settings = [f"policy.model_name={folder}", "cluster.device=cpu", "value.mode=local", *overrides]
-        lines = dry_run(load_config("copy", settings)).splitlines()
+        lines = dry_run(load_config("ppo_copy", settings)).splitlines()
         start = next(i for i, line in enumerate(lines) if line.startswith("memory"))
         return [line[10:] for line in lines[start:]]
 

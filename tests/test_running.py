@@ -160,9 +160,9 @@ def test_other_errors_pass_as_they_are(tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_exit_2(tmp_path, monkeypatch, capsys):
-    import trainers.ppo
+    import trainers.trainer
 
-    monkeypatch.setattr(trainers.ppo, "HFPolicy", failing(cpu()))
+    monkeypatch.setattr(trainers.trainer, "HFPolicy", failing(cpu()))
     arguments = command(tmp_path)[3:]
     assert run.launch("ppo", "PPOTrainer", "", arguments) == 2
     error = capsys.readouterr().err

@@ -175,7 +175,7 @@ def test_a_tracker_that_does_not_start_is_left_out(tmp_path: Path, wandb, mlflow
 def test_a_missing_package_is_named_before_a_model_loads(tmp_path: Path, monkeypatch, name) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda module: None)
     with pytest.raises(ImportError, match=rf'{name} is not installed: pip install "fastppo\[{name}\]"'):
-        Run(tiny.config(**{f"logger__{name}__enabled": True, "logger__run_dir": tmp_path}), "ppo")
+        Run(tiny.config(**{f"logger__{name}__enabled": True, "logger__run_dir": tmp_path}))
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf"fastppo\[{name}\]"):
         make(tmp_path, **{name: BOTH[name]})

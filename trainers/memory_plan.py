@@ -11,10 +11,11 @@ reference's copy, and what the embedded engine holds beside the policy's own ten
                 and a chunk of logits with its gradient, as the fused loss cuts them; its float32 gradient of a trained
                 head
 
-With gradient checkpointing the update keeps every layer's input, and all of one layer. What is saved otherwise is not a
-formula: `Activations.count` runs the model's own forward pass on one and two
-trained layers, one and two sequences, on tensors without storage, and adds up what autograd keeps. Sequences are taken
-at their longest; what is offloaded to the host in between is counted as if it stayed. Not counted: the allocator's gaps, temporaries of backward, and the process itself; hence `SHARE`.
+What is saved for backward is not a formula: `Activations.count` runs the model's own forward pass on one and two
+trained layers, one and two sequences, on tensors without storage, and adds up what autograd keeps; with gradient
+checkpointing that of one layer, and the input of every one. Sequences are taken at their longest; what is offloaded to
+the host in between is counted as if it stayed. Not counted: the allocator's gaps, temporaries of backward, and the
+process itself; hence `SHARE`.
 """
 
 import functools
@@ -213,7 +214,7 @@ def held_bytes(trained: int, frozen: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def reference_bytes(model: Any, trained: list[nn.Parameter], dtype: torch.dtype) -> int:
-    """As `trainers.policy.reference.FrozenCopy` stores it: linear layers in the compute dtype, embeddings and norms not."""
+    """As `trainers.policy.reference.FrozenCopy` stores it: linear layers in the compute dtype, the others in float32."""
     wanted, total = {id(parameter) for parameter in trained}, 0
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
