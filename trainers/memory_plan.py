@@ -102,14 +102,13 @@ def _saved_bytes(
         saved[storage._cdata] = (storage, storage.nbytes())
         return tensor
 
-    with FakeTensorMode(), torch.device(device):
+    with torch.device("meta"):
         model = require("transformers").AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if peft is not None:
             Adapters(model, PeftConfig(**json.loads(peft)), -1)
+    with FakeTensorMode(), torch.device(device):
+        _give_device(model, dtype)
         decoder = decoder_of(model)
-        for parameter in model.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
         weights = {parameter.untyped_storage()._cdata for parameter in decoder.parameters()}
         if whole:
             inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.int64)}
@@ -199,6 +198,23 @@ def plan_lines(
     return [*lines, *(f"          {fit}" for fit in fits)]
 
 
+def _give_device(model: nn.Module, dtype: torch.dtype) -> None:
+    """New tensors on the present device in place of the model's on meta, which autocast would pass over; frozen ones in
+    the compute dtype. A tied one stays one.
+    """
+    new: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None and id(old) not in new:
+                kept = old.dtype if old.requires_grad else dtype
+                new[id(old)] = nn.Parameter(torch.empty(old.shape, dtype=kept), requires_grad=old.requires_grad)
+            if old is not None:
+                module._parameters[name] = new[id(old)]
+        for name, old in module._buffers.items():
+            if old is not None:
+                module._buffers[name] = torch.empty(old.shape, dtype=old.dtype)
+
+
 def _unpacked(decoder: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Final hidden states. transformers looks whether positions start anew within a row, which tensors without storage
     cannot say, and then takes a mask of length x length that no training has.
@@ -214,7 +230,7 @@ def held_bytes(trained: int, frozen: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def reference_bytes(model: Any, trained: list[nn.Parameter], dtype: torch.dtype) -> int:
-    """As `trainers.policy.reference.FrozenCopy` stores it: linear layers in the compute dtype, the others in float32."""
+    """As `trainers.policy.reference.FrozenCopy` stores it: matrices in the compute dtype, all else in float32."""
     wanted, total = {id(parameter) for parameter in trained}, 0
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
