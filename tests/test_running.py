@@ -142,6 +142,13 @@ def test_out_of_memory_names_the_stage_and_the_setting(tmp_path, part, method, s
     assert (str(error).splitlines() or ["MemoryError"])[0] in message and caught.value.__cause__ is error
 
 
+def test_a_token_budget_is_what_to_lower_where_one_is_set(tmp_path):
+    trainer = PPOTrainer(small(tmp_path, policy__max_tokens_per_micro_batch=48))
+    trainer.policy.train_step = failing(cuda())
+    with pytest.raises(TrainingError, match="update: lower policy.max_tokens_per_micro_batch, now 48"):
+        trainer.fit()
+
+
 def test_a_micro_batch_of_one_cannot_be_lowered(tmp_path):
     trainer = PPOTrainer(small(tmp_path, policy__train_micro_batch_size=1))
     trainer.policy.train_step = failing(cuda())

@@ -143,7 +143,8 @@ def plan_lines(
     room, source = available_bytes(device, config.cluster.device_memory_gb)
     room = int(SHARE * room)
     policy = models[0].config
-    rows, scored = generation.max_batch_size, config.policy.logprob_batch_size
+    rows = generation.max_batch_size
+    scored = in_a_pass(config.policy, config.policy.logprob_batch_size, longest)
     cache, sampler = kv_cache_bytes(policy, rows, longest, engine_dtype), sampler_bytes(policy, rows, engine_dtype)
     scoring = layer_bytes(policy, scored * longest, dtype)
     scoring += logits_bytes(policy, scored * generation.max_new_tokens, dtype, device, trained=False)
@@ -178,7 +179,7 @@ def plan_lines(
             tokens = rows * generation.max_new_tokens
             return hidden + logits_bytes(model.config, tokens, dtype, device, trained=head_trained)
 
-        micro = model.cfg.train_micro_batch_size
+        micro = in_a_pass(model.cfg, model.cfg.train_micro_batch_size, longest)
         lines.append(
             f"          {model.key} update of {counted(micro, 'sequence')}: {gigabytes(kept.bytes(micro))} saved for "
             f"backward ({gigabytes(kept.row)} a sequence), {gigabytes(beside(micro))} of hidden states and logits"
@@ -222,6 +223,12 @@ def _unpacked(decoder: Any, inputs: dict[str, Tensor]) -> Tensor:
     masking = import_module("transformers.masking_utils")
     with patch.object(masking, "find_packed_sequence_indices", lambda *_, **__: None, create=True):
         return decoder(**inputs, use_cache=False).last_hidden_state
+
+
+def in_a_pass(cfg: PolicyConfig | ValueConfig, rows: int, longest: int) -> int:
+    """Sequences of the longest kind in one pass: `rows` of them, or as many as the token budget takes."""
+    tokens = cfg.max_tokens_per_micro_batch
+    return rows if tokens is None else min(max(tokens // longest, 1), cfg.train_global_batch_size)
 
 
 def held_bytes(trained: int, frozen: int, dtype: torch.dtype) -> dict[str, int]:

@@ -19,8 +19,8 @@ STAGES = {
 TO_LOWER = {
     "gen": ("policy.generation.max_batch_size",),
     "testing": ("policy.generation.max_batch_size",),
-    "old_log_prob": ("policy.logprob_batch_size",),
-    "values": ("policy.logprob_batch_size",),
+    "old_log_prob": ("policy.max_tokens_per_micro_batch", "policy.logprob_batch_size"),
+    "values": ("value.max_tokens_per_micro_batch", "policy.logprob_batch_size"),
     "update_critic": ("value.max_tokens_per_micro_batch", "value.train_micro_batch_size"),
     "update_actor": ("policy.max_tokens_per_micro_batch", "policy.train_micro_batch_size"),
 }
