@@ -161,6 +161,11 @@ def test_the_plan_in_words(folder):
         "no policy.train_micro_batch_size fits", "no value.train_micro_batch_size fits"
     ]  # fmt: skip
     # A budget of 30 tokens takes 5 of the longest sequences; the largest is told in tokens.
-    budget = plan("cluster.device_memory_gb=1", "policy.max_tokens_per_micro_batch=30")
+    budget = plan(
+        "cluster.device_memory_gb=1",
+        "policy.max_tokens_per_micro_batch=30",
+        "policy.train_micro_batch_size=8",
+        "policy.logprob_batch_size=8",
+    )
     assert budget[1].startswith("scoring of 5 sequences") and budget[2].startswith("policy update of 5 sequences")
     assert budget[5].startswith("policy.max_tokens_per_micro_batch=384 is the largest that fits, the whole batch")

@@ -143,7 +143,7 @@ def test_out_of_memory_names_the_stage_and_the_setting(tmp_path, part, method, s
 
 
 def test_a_token_budget_is_what_to_lower_where_one_is_set(tmp_path):
-    trainer = PPOTrainer(small(tmp_path, policy__max_tokens_per_micro_batch=48))
+    trainer = PPOTrainer(small(tmp_path, policy__max_tokens_per_micro_batch=48, policy__logprob_batch_size=8))
     trainer.policy.train_step = failing(cuda())
     with pytest.raises(TrainingError, match="update: lower policy.max_tokens_per_micro_batch, now 48"):
         trainer.fit()

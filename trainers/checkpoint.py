@@ -3,8 +3,7 @@
 A checkpoint is written under a temporary name, flushed to disk and renamed. It holds what a resumed run needs to give
 bit for bit what an unbroken one gives on a CPU: `policy/` (an HF folder, loads with AutoModelForCausalLM; with
 policy.peft.export=adapter the adapters in peft's format), `critic/` if the critic has a model of its own, `state.pt`
-(optimizers, schedules, heads), `training.json` (step, prompts drawn, counters,
-last metrics) and `config.yaml`.
+(optimizers, schedules, heads), `training.json` (step, prompts drawn, counters, last metrics) and `config.yaml`.
 
 Which ones stay is a union: the newest, the last `keep_last_k`, and the best `keep_top_k` by a metric of the step at
 which they were written. A checkpoint that lacks the metric, or has it as NaN or infinite, ranks below all that have it;

@@ -185,11 +185,12 @@ def plan_lines(
             f"backward ({gigabytes(kept.row)} a sequence), {gigabytes(beside(micro))} of hidden states and logits"
         )
         peaks.append(kept.bytes(micro) + beside(micro))
-        key, most = (
-            f"{model.key}.train_micro_batch_size",
-            largest_fit(room - held, kept, beside, model.cfg.train_global_batch_size),
-        )
-        whole_batch = ", the whole batch of an optimizer step" if most == model.cfg.train_global_batch_size else ""
+        batch = model.cfg.train_global_batch_size
+        most = largest_fit(room - held, kept, beside, batch)
+        whole_batch = ", the whole batch of an optimizer step" if most == batch else ""
+        key = f"{model.key}.train_micro_batch_size"
+        if model.cfg.max_tokens_per_micro_batch is not None:
+            key, most = f"{model.key}.max_tokens_per_micro_batch", most * longest
         fits.append(f"{key}={most} is the largest that fits{whole_batch}" if most else f"no {key} fits")
     total = held + max(peaks)
     verdict = "fits in" if total <= room else "does not fit in"
