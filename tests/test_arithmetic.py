@@ -176,6 +176,8 @@ BOUNDS = {
     "cluster.num_threads": (["0"], ["1", "null"]),
     "checkpointing.save_period": (["0"], ["1"]),
     "checkpointing.keep_last_k": (["-1"], ["0"]),
+    "checkpointing.keep_top_k": (["-1"], ["0"]),
+    "cluster.device_memory_gb": (["0", ".inf"], ["0.5"]),
     "checkpointing.resume": (["nevr"], ["never", "."]),
 }
 

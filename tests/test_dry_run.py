@@ -46,8 +46,7 @@ def test_the_size_of_the_model(offline_cache):
     )
     # 76,161 x 4, x 4, x 8 bytes; the reference 76,096 x 4; the engine shares float32 weights.
     assert lines[7] == (
-        "          weights 0.305 MB, gradients 0.305 MB, Adam 0.609 MB, reference 0.304 MB, sampling 0 MB: 1.52 MB, "
-        "activations not counted"
+        "          weights 0.305 MB, gradients 0.305 MB, Adam 0.609 MB, reference 0.304 MB, sampling 0 MB: 1.52 MB"
     )
     assert sorted(path.name for path in offline_cache.iterdir()) == before
 
@@ -62,9 +61,10 @@ def test_a_frozen_trunk_and_a_critic_of_its_own():
         "value.num_layers_unfrozen=1",
     )
     assert lines[6] == "model     tiny-llama: LlamaForCausalLM, 76,096 parameters, 36,992 trained"
-    # 36,992 x 4 + 39,104 x 2; the engine shares the bfloat16 trunk and copies the trained layer.
+    # 36,992 x 4 + 39,104 x 2; the reference keeps its two norms of 64 in float32; the engine shares the bfloat16 trunk
+    # and copies the trained layer.
     assert lines[7].split(":")[0] == (
-        "          weights 0.226 MB, gradients 0.148 MB, Adam 0.296 MB, reference 0.074 MB, sampling 0.074 MB"
+        "          weights 0.226 MB, gradients 0.148 MB, Adam 0.296 MB, reference 0.0742 MB, sampling 0.074 MB"
     )
     assert lines[8] == "critic    tiny-llama: LlamaForCausalLM, 76,161 parameters, 37,057 trained"
 

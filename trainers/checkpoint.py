@@ -3,24 +3,31 @@
 A checkpoint is written under a temporary name, flushed to disk and renamed. It holds what a resumed run needs to give
 bit for bit what an unbroken one gives on a CPU: `policy/` (an HF folder, loads with AutoModelForCausalLM; with
 policy.peft.export=adapter the adapters in peft's format), `critic/` if the critic has a model of its own, `state.pt`
-(optimizers, schedules, heads), `training.json` (step, prompts drawn, counters) and `config.yaml`.
+(optimizers, schedules, heads), `training.json` (step, prompts drawn, counters, last metrics) and `config.yaml`.
+
+Which ones stay is a union: the newest, the last `keep_last_k`, and the best `keep_top_k` by a metric of the step at
+which they were written. A checkpoint that lacks the metric, or has it as NaN or infinite, ranks below all that have it;
+among equals the newer one ranks higher.
 """
 
 import json
+import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.files import fsync
+from trainers.config import CheckpointingConfig
+from trainers.files import fsync, replace_text
+from trainers.out_of_memory import is_out_of_memory
 
 STEP = re.compile(r"step_(\d+)")
 TEMPORARY = "tmp_step_"
 
 
-def save(folder: Path, step: int, write: Callable[[Path], None], *, keep_last_k: int) -> Path:
-    """`write(path)` fills the checkpoint of `step`; all but the last `keep_last_k` go afterwards (0 keeps all)."""
+def save(folder: Path, step: int, write: Callable[[Path], None], cfg: CheckpointingConfig) -> Path:
+    """`write(path)` fills the checkpoint of `step`; those that `cfg` does not keep go afterwards."""
     final, temporary = folder / f"step_{step}", folder / f"{TEMPORARY}{step}"
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(f"{TEMPORARY}*"):
@@ -37,10 +44,53 @@ def save(folder: Path, step: int, write: Callable[[Path], None], *, keep_last_k:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if keep_last_k > 0:
-        for old in listed(folder)[:-keep_last_k]:
-            _remove(old)
+    prune(folder, cfg)
     return final
+
+
+def prune(folder: Path, cfg: CheckpointingConfig) -> None:
+    """Remove what is not kept. A kill in between leaves checkpoints too many, never one too few."""
+    complete = listed(folder)
+    values = [metric_of(path, cfg.metric_name) if cfg.metric_name else None for path in complete]
+    keep = kept(values, cfg)
+    for i, path in enumerate(complete):
+        if i not in keep:
+            _remove(path)
+
+
+def kept(values: Sequence[float | None], cfg: CheckpointingConfig) -> set[int]:
+    """Indices of the checkpoints to keep, given their metrics, oldest first; None where there is none."""
+    count = len(values)
+    if not cfg.keep_last_k:
+        return set(range(count))
+    sign = 1 if cfg.higher_is_better else -1
+
+    def rank(i: int) -> tuple[float, int]:
+        value = values[i]
+        return (-math.inf if value is None or not math.isfinite(value) else sign * value, i)
+
+    best = sorted(range(count), key=rank, reverse=True)[: cfg.keep_top_k or 0]
+    return {*range(count - min(cfg.keep_last_k, count), count), *best}
+
+
+def metric_of(folder: Path, name: str) -> float | None:
+    """The metric that was logged at the checkpoint's own step; None if it was not."""
+    try:
+        value = json.loads((folder / "training.json").read_text())["progress"]["step_metrics"][name]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return value if isinstance(value, int | float) else None
+
+
+def rank(folder: Path, step: int, record: dict[str, Any], cfg: CheckpointingConfig) -> None:
+    """Put `record`, a later one of the same step, into the checkpoint's training.json at once, and remove what is then
+    not kept. Nothing happens if the checkpoint of `step` lies in another run's folder.
+    """
+    path = folder / f"step_{step}" / "training.json"
+    if not path.is_file():
+        return
+    replace_text(path, _json(json.loads(path.read_text()) | record))
+    prune(folder, cfg)
 
 
 def _write(write: Callable[[Path], None], folder: Path) -> None:
@@ -50,6 +100,8 @@ def _write(write: Callable[[Path], None], folder: Path) -> None:
     try:
         write(folder)
     except (SafetensorError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise OSError(f"cannot write {folder}: {error}") from error
 
 
@@ -88,8 +140,12 @@ def find(resume: str, run_dir: Path) -> Path | None:
 def write_state(folder: Path, training: dict[str, Any], state: dict[str, Any]) -> None:
     import torch
 
-    (folder / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+    (folder / "training.json").write_text(_json(training))
     torch.save(state, folder / "state.pt")
+
+
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

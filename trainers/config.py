@@ -210,9 +210,34 @@ class DataConfig:
 
 
 @dataclass
+class WandbConfig:
+    """Weights & Biases; a resumed run goes on in the same W&B run."""
+
+    enabled: bool = opt(False, "send every metric to Weights & Biases; needs the extra wandb", free=True)
+    project: str = opt("fastppo", "project", free=True)
+    entity: str | None = opt(None, "user or team; default: the account's own", free=True)
+    name: str | None = opt(None, "name of the run; default: that of the run folder", free=True)
+    mode: str = opt(
+        "online", "offline: kept in the run folder until `wandb sync`", choices=("online", "offline"), free=True
+    )
+
+
+@dataclass
+class MLflowConfig:
+    """MLflow tracking; a resumed run goes on in the same MLflow run."""
+
+    enabled: bool = opt(False, "send every metric to MLflow; needs the extra mlflow", free=True)
+    experiment_name: str = opt("fastppo", "experiment", free=True)
+    run_name: str | None = opt(None, "name of the run; default: that of the run folder", free=True)
+    tracking_uri: str | None = opt(None, "server, database or folder; default: MLflow's own choice", free=True)
+
+
+@dataclass
 class LoggerConfig:
     run_dir: str = opt("auto", "folder of the run; auto: results/<algorithm>-<environment>-<time>", free=True)
     tensorboard: bool = opt(True, "write TensorBoard events to the run folder", free=True)
+    wandb: WandbConfig = block(WandbConfig)
+    mlflow: MLflowConfig = block(MLflowConfig)
     report: bool = opt(True, "write report.html and curves.png at the end and every report_period steps", free=True)
     report_period: int = opt(20, "steps between reports", free=True)
     num_samples_to_print: int = opt(2, "responses shown on the console every samples_period steps", free=True)
@@ -228,13 +253,31 @@ class ClusterConfig:
     num_threads: int | None = opt(
         None, "CPU threads of torch and of fastppo's kernels; default: torch's own choice", free=True
     )
+    device_memory_gb: float | None = opt(
+        None,
+        "memory, in GB of 10^9 bytes, that --dry-run fits the micro-batch into; default: what is free on the device",
+        free=True,
+    )
 
 
 @dataclass
 class CheckpointingConfig:
     enabled: bool = opt(True, "save checkpoints", free=True)
     save_period: int = opt(20, "steps between checkpoints; one more is saved at the end", free=True)
-    keep_last_k: int = opt(2, "checkpoints kept; 0: all", free=True)
+    keep_last_k: int = opt(2, "newest checkpoints kept, at least one; 0: all", free=True)
+    keep_top_k: int | None = opt(
+        None, "checkpoints kept beside those: the best by metric_name; null or 0: none", free=True
+    )
+    metric_name: str | None = opt(
+        None, "metric that keep_top_k ranks by, as named in metrics.jsonl: val/score/mean, critic/score/mean", free=True
+    )
+    higher_is_better: bool = opt(True, "whether keep_top_k keeps the largest values or the smallest", free=True)
+    checkpoint_must_save_by: str | None = opt(
+        None,
+        "time since the process started, DD:HH:MM:SS or HH:MM:SS, by which the run has saved its last checkpoint and "
+        "ends; default: no limit",
+        free=True,
+    )
     resume: str = opt(
         "auto",
         "auto: go on from the newest checkpoint of run_dir if there is one; never; or the path of a checkpoint",

@@ -1,5 +1,6 @@
 """What a run would do, without weights: `dry_run(config)` checks everything that needs no model, prints the plan of the
-batches, and builds the model's shape on torch's meta device if its folder is on this machine. Nothing is downloaded.
+batches, and, if the model's folder is on this machine, its shape and the memory that training it takes. Nothing is
+downloaded.
 """
 
 from pathlib import Path
@@ -13,6 +14,7 @@ from trainers.backbone import is_cut, pick_device, pick_dtype
 from trainers.config import PolicyConfig, TrainerConfig, ValueConfig
 from trainers.environments import Environment, check_turns, make_environment
 from trainers.extras import require
+from trainers.memory_plan import Trained, held_bytes, memory, plan_lines, reference_bytes, size
 from trainers.models import SMOLLM2, TINY_LLAMA, default_cache, is_complete, resolve_model
 from trainers.offload import check_device
 from trainers.policy.lora import Adapters
@@ -51,24 +53,31 @@ def dry_run(config: TrainerConfig) -> str:
         f"compute   {device.type}, {name_of(dtype)}; sampling in {name_of(engine_dtype)}",
     ]
     policy_name = environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
-    lines += policy_lines(policy_name, config, environment, dtype, engine_dtype, plan.longest_sequence)
+    described = [describe_policy(policy_name, config, environment, dtype, engine_dtype, plan.longest_sequence)]
     critic = config.critic
     if critic is not None and critic.mode == "local":
-        lines += critic_lines(critic.model_name or policy_name, critic, dtype)
+        described.append(describe_critic(critic.model_name or policy_name, critic, dtype))
+    models = [model for _, model in described if model is not None]
+    lines += [line for text, _ in described for line in text]
+    if len(models) == len(described):
+        try:
+            lines += plan_lines(models, config, dtype, engine_dtype, device)
+        except Exception as error:  # the hub has models that do not run on tensors without storage
+            lines.append(f"memory    not known for this model: {type(error).__name__}: {error}")
     return "\n".join(lines)
 
 
-def policy_lines(
+def describe_policy(
     name: str,
     config: TrainerConfig,
     environment: Environment,
     dtype: torch.dtype,
     engine_dtype: torch.dtype,
     longest: int,
-) -> list[str]:
+) -> tuple[list[str], Trained | None]:
     model = on_meta(name)
     if model is None:
-        return [absent("policy", name)]
+        return [absent("policy", name)], None
     policy = config.policy
     adapters = adapters_in(model, policy) if policy.peft.enabled else None
     trained = trained_parameters(model, policy.num_layers_unfrozen)
@@ -82,29 +91,25 @@ def policy_lines(
     skipped = config.algorithm.skip_reference_policy_logprobs_calculation
     copied_reference = adapters is None and policy.reference == "auto" and not skipped
     head = model.config.hidden_size + 1 if config.critic is not None and config.critic.mode == "shared" else 0
+    held = held_bytes(count + head, frozen, dtype) | {
+        "reference": reference_bytes(model, trained, dtype) if copied_reference else 0,
+        "sampling": engine_dtype.itemsize * copied,
+    }
     lines = [
         f"model     {name}: {type(model).__name__}, {total:,} parameters, {count:,} trained"
         + (f", and {head:,} of the critic's head" if head else ""),
-        memory(
-            {
-                "weights": 4 * (count + head) + dtype.itemsize * frozen,
-                "gradients": 4 * (count + head),
-                "Adam": 8 * (count + head),
-                "reference": dtype.itemsize * count if copied_reference else 0,
-                "sampling": engine_dtype.itemsize * copied,
-            }
-        ),
+        memory(held),
     ]
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         lines.append(f"          its context is {positions:,} tokens: sequences of up to {longest:,} would not fit")
-    return lines
+    return lines, planned("policy", model, config.policy, held)
 
 
-def critic_lines(name: str, critic: ValueConfig, dtype: torch.dtype) -> list[str]:
+def describe_critic(name: str, critic: ValueConfig, dtype: torch.dtype) -> tuple[list[str], Trained | None]:
     model = on_meta(name)
     if model is None:
-        return [absent("critic", name)]
+        return [absent("critic", name)], None
     head = model.get_output_embeddings()
     tied = head is None or head.weight is model.get_input_embeddings().weight
     unused = [] if tied else list(head.parameters())  # the language-model head is kept but not trained
@@ -112,16 +117,17 @@ def critic_lines(name: str, critic: ValueConfig, dtype: torch.dtype) -> list[str
     whole = len(trained) == len(list(model.parameters()))
     count = size(trained) - (size(unused) if whole else 0) + model.config.hidden_size + 1
     frozen = size(model.parameters()) + model.config.hidden_size + 1 - count
-    return [
+    held = held_bytes(count, frozen, dtype)
+    lines = [
         f"critic    {name}: {type(model).__name__}, {count + frozen:,} parameters, {count:,} trained",
-        memory(
-            {
-                "weights": 4 * count + dtype.itemsize * frozen,
-                "gradients": 4 * count,
-                "Adam": 8 * count,
-            }
-        ),
+        memory(held),
     ]
+    return lines, planned("value", model, critic, held)
+
+
+def planned(key: str, model: Any, cfg: PolicyConfig | ValueConfig, held: dict[str, int]) -> Trained:
+    layers = cfg.num_layers_unfrozen if is_cut(model, cfg.num_layers_unfrozen) else model.config.num_hidden_layers
+    return Trained(key, model.config, layers, held, cfg)
 
 
 def on_meta(name: str) -> Any | None:
@@ -163,19 +169,6 @@ def adapters_in(model: Any, policy: PolicyConfig) -> Adapters:
 
 def absent(part: str, name: str) -> str:
     return f"{part:<10}{name} is not on this machine yet: its size is known after the first run has fetched it"
-
-
-def memory(parts: dict[str, int]) -> str:
-    listed = ", ".join(f"{name} {gigabytes(count)}" for name, count in parts.items())
-    return f"          {listed}: {gigabytes(sum(parts.values()))}, activations not counted"
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
-
-
-def size(parameters: Any) -> int:
-    return sum(parameter.numel() for parameter in parameters)
 
 
 def name_of(dtype: torch.dtype) -> str:

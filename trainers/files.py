@@ -11,3 +11,12 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write the file whole or not at all: under a temporary name, flushed, renamed."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    fsync(temporary)
+    os.replace(temporary, path)
+    fsync(path.parent)

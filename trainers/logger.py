@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, samples.jsonl, TensorBoard events and the console.
+"""What a run writes down: metrics.jsonl, samples.jsonl, TensorBoard events, remote trackers and the console.
 
 metrics.jsonl has one line a call, `{"step": 3, "time": <unix seconds>, "critic/score/mean": 0.21, ...}`. Several lines
 may share a step (training, validation); `read_metrics` merges them. JSON has no NaN: a number that is not finite is
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trainers.config import LoggerConfig
 from trainers.extras import require
+from trainers.trackers import Trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,6 +92,7 @@ class Logger:
         terminal = self.console.is_terminal and not self.console.is_dumb_terminal and not os.environ.get("CI")
         if not terminal and console is None and "COLUMNS" not in os.environ:
             self.console.width = 120
+        self.trackers = Trackers(self.run_dir, cfg, resumed=start_step > 0, say=self._print)
         self.progress = _progress(self.console, max_steps, start_step) if terminal else None
         self.started = self.last = time.monotonic()
         self.closed = False
@@ -98,8 +100,8 @@ class Logger:
     def __enter__(self) -> "Logger":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """The metrics of one finished training step."""
@@ -142,7 +144,7 @@ class Logger:
             "  ".join([f"validation at step {step}", *(f"{name} {value:.4g}" for name, value in shown.items())])
         )
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Flush and close the files, write the report, print where the time went and where everything is."""
         if self.closed:
             return
@@ -153,6 +155,7 @@ class Logger:
         self.samples_file.close()
         if self.writer:
             self.writer.close()
+        self.trackers.close(failed)
         stages = stage_shares(read_metrics(self.run_dir / "metrics.jsonl"))
         if stages:
             table = _table("where a step's time goes", "stage", "s/step>", "share>")
@@ -176,6 +179,7 @@ class Logger:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
             self.writer.flush()
+        self.trackers.log(step, values)
         return values
 
     def _write_report(self) -> bool:

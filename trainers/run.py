@@ -1,6 +1,7 @@
 """A run's frame: its folder, its clock, its progress, when it ends, and the command that starts it."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -8,7 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,9 @@ from typing import Any
 from trainers.arithmetic import ConfigError
 from trainers.checkpoint import find
 from trainers.config import CONFIGS, TrainerConfig
+from trainers.deadline import Deadline, seconds_of
+from trainers.out_of_memory import advice, is_out_of_memory
+from trainers.trackers import check_installed
 
 MAX_SKIPPED_STEPS = 3  # rollouts in a row without a single finite gradient before a run gives up
 
@@ -36,11 +40,21 @@ class Progress:
     total_valid_tokens: int = 0
     skipped_in_a_row: int = 0
     empty_in_a_row: int = 0
+    step_metrics: dict[str, float | None] = field(default_factory=dict)  # what was logged at `step`
+    last_validation: dict[str, float | None] = field(default_factory=dict)  # its metrics, and its step
 
     def metrics(self, epoch: int) -> dict[str, float]:
         names = ("consumed_prompts", "consumed_samples", "total_valid_tokens")
         counters = {f"training/{name}": float(getattr(self, name)) for name in names}
         return {"training/global_step": float(self.step), "training/epoch": float(epoch), **counters}
+
+    def logged(self, metrics: dict[str, float]) -> None:
+        """The metrics of training step `step`: a checkpoint is ranked by them."""
+        self.step_metrics = finite(metrics)
+
+    def validated(self, metrics: dict[str, float]) -> None:
+        self.step_metrics = self.step_metrics | finite(metrics)
+        self.last_validation = {"step": self.step, **finite(metrics)}
 
 
 class Run:
@@ -52,9 +66,12 @@ class Run:
 
     def __init__(self, config: TrainerConfig):
         self.config = config
+        check_installed(config.logger)
         self.dir = run_folder(config)
         check_writable(self.dir)
-        self.stopping = False
+        limit = config.checkpointing.checkpoint_must_save_by
+        self.deadline = Deadline(None if limit is None else seconds_of(limit))
+        self.signalled = False
         self.failed_saves = 0
         self.stages: dict[str, float] = {}
         self.lap_start = time.perf_counter()
@@ -72,13 +89,25 @@ class Run:
         print(f"run       {self.dir}", flush=True)
         (self.dir / "env.json").write_text(json.dumps({**model, **facts()}, indent=2) + "\n")
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the step that is under way, or was just finished, is the last."""
+        return self.signalled or self.deadline.leaves_no_step()
+
     @contextmanager
     def timer(self, stage: str) -> Iterator[None]:
+        """Counts the stage's seconds. Out of memory within it becomes a TrainingError that says what to lower."""
         start = time.perf_counter()
         try:
             yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(advice(stage, error, self.config)) from error
         finally:
-            self.stages[stage] = self.stages.get(stage, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+            self.deadline.timed(stage, seconds)
 
     @contextmanager
     def saving(self, step: int, *, last: bool) -> Iterator[None]:
@@ -99,6 +128,7 @@ class Run:
         now = time.perf_counter()
         seconds, self.lap_start = now - self.lap_start, now
         metrics = {f"timing_s/{stage}": value for stage, value in self.stages.items()}
+        self.deadline.step(seconds, self.stages)
         self.stages = {}
         return {
             **metrics,
@@ -149,9 +179,9 @@ class Run:
         self.handlers = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.stopping:
+        if self.signalled:
             raise SystemExit(128 + number)
-        self.stopping = True
+        self.signalled = True
         # Not by print: the signal may have come in the middle of one, and a buffer cannot be entered twice.
         name = signal.Signals(number).name
         with suppress(OSError):
@@ -187,6 +217,11 @@ def check_writable(folder: Path) -> None:
         raise ConfigError(f"logger.run_dir={folder}: {parent} is not {kind}")
 
 
+def finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    """As JSON has them: None for a number that is not finite."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+
+
 def progress_from(training: dict[str, Any]) -> Progress:
     return Progress(**training["progress"])
 
@@ -209,10 +244,16 @@ def launch(algorithm: str, trainer: str, description: str, argv: list[str] | Non
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:  # only now what takes seconds to import
         built = getattr(import_module(f"trainers.{algorithm}"), trainer)(arguments.config)
+    except (RuntimeError, MemoryError) as error:
+        if not (isinstance(error, TrainingError) or is_out_of_memory(error)):
+            raise
+        message = error if isinstance(error, TrainingError) else advice("loading the models", error, arguments.config)
+        print(f"{prog}: error: {message}", file=sys.stderr)
+        return 2
     except ModuleNotFoundError as error:
         print(f'{prog}: error: {error}; pip install "fastppo[trainer]" brings what the trainers need', file=sys.stderr)
         return 2
-    except (ValueError, OSError, ImportError, TrainingError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
 

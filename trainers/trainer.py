@@ -203,7 +203,7 @@ class Trainer:
             "now": True,
             "start": cfg.val_at_start and step == 0,
             "period": cfg.val_period > 0 and step % cfg.val_period == 0,
-            "end": cfg.val_at_end and self.validated_step != step and not self.run.stopping,
+            "end": cfg.val_at_end and self.validated_step != step and not self.run.signalled,
         }
         if not due[when]:
             return {}
@@ -213,6 +213,8 @@ class Trainer:
         if when != "now":
             self.logger.validation(step, metrics)
             self.validated_step = step
+            self.progress.validated(metrics)
+            self.rank_saved()
         return metrics
 
     def log(
@@ -233,7 +235,9 @@ class Trainer:
             rows = token_table(shown, logprobs, self.policy.tokenizer, self.policy_clip)
             self.logger.samples(progress.step, rows)
         batch.trunk_hidden = None  # as large as all else together, and of no use once the updates are done
-        self.logger.log(progress.step, metrics | self.run.lap(metrics["perf/total_num_tokens"]))
+        metrics |= self.run.lap(metrics["perf/total_num_tokens"])
+        progress.logged(metrics)
+        self.logger.log(progress.step, metrics)
         self.run.check(metrics, progress)
 
     def save(self, when: str) -> None:
@@ -243,8 +247,15 @@ class Trainer:
         if not cfg.enabled or step == self.saved_step or skipped[when]:
             return
         with self.run.timer("save_checkpoint"), self.run.saving(step, last=when == "end"):
-            checkpoint.save(self.run.dir / "checkpoints", step, self._write, keep_last_k=cfg.keep_last_k)
+            checkpoint.save(self.run.dir / "checkpoints", step, self._write, cfg)
             self.saved_step = step
+
+    def rank_saved(self) -> None:
+        """A validation comes after the save of its step: its metrics join the checkpoint, which they may rank."""
+        folder, step = self.run.dir / "checkpoints", self.progress.step
+        if step == self.saved_step:
+            with self.run.timer("save_checkpoint"), self.run.saving(step, last=False):
+                checkpoint.rank(folder, step, training_record(self.progress), self.config.checkpointing)
 
     def _write(self, folder: Path) -> None:
         self.policy.save(folder / "policy")

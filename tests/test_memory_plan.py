@@ -1,0 +1,171 @@
+"""The memory that --dry-run foretells, against what the trainer's own tensors take."""
+
+import pytest
+import torch
+import transformers
+
+from tests import tiny
+from trainers.backbone import Padded
+from trainers.config import PeftConfig, PolicyConfig
+from trainers.dry_run import dry_run, on_meta, trained_parameters
+from trainers.losses import PolicyLoss
+from trainers.memory_plan import (
+    Activations,
+    gigabytes,
+    held_bytes,
+    kv_cache_bytes,
+    largest_fit,
+    reference_bytes,
+    size,
+)
+from trainers.policy.hf import HFPolicy
+from trainers.settings import load_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Five layers in SmolLM2's proportions, its embeddings tied."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=96, intermediate_size=256, num_hidden_layers=5, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("small-llama")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(tiny.tiny_model()).save_pretrained(folder)
+    return folder
+
+
+def make(folder, unfrozen: int, dtype: torch.dtype, **more: object) -> HFPolicy:
+    return HFPolicy(folder, PolicyConfig(num_layers_unfrozen=unfrozen, **more), device=CPU, dtype=dtype)
+
+
+def bytes_saved(policy: HFPolicy, rows: int, length: int) -> int:
+    """What autograd keeps of the trainer's own forward pass; parameters are there anyway."""
+    view = Padded(tiny.rollout(((2, length - 2),) * rows), CPU)
+    trunk = None if policy.backbone.trunk is None else policy.backbone.trunk_hidden(view.ids)
+    weights = {p.data_ptr() for p in policy.model.parameters()}
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage()) and tensor,
+        lambda tensor: tensor,
+    ):
+        hidden = policy.backbone.hidden(view.ids, trunk)
+    assert hidden.requires_grad
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unfrozen", [-1, 2])
+def test_what_is_saved_for_backward(folder, unfrozen, dtype):
+    policy = make(folder, unfrozen, dtype)
+    layers = 5 if unfrozen == -1 else unfrozen
+    told = Activations.count(
+        policy.model.config, layers=layers, whole=unfrozen == -1, length=64, dtype=dtype, device=CPU
+    )
+    for rows in (1, 3, 6):
+        assert told.bytes(rows) == pytest.approx(bytes_saved(policy, rows, 64), rel=0.05), rows
+    # In half precision autograd keeps a copy of every product's weight, whatever the number of sequences.
+    matrices = sum(p.numel() for p in policy.backbone.top.layers.parameters() if p.requires_grad and p.ndim == 2)
+    assert told.fixed == pytest.approx(0 if dtype == torch.float32 else 2 * matrices, rel=0.05, abs=40_000)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lora_saves_for_backward(folder, dtype):
+    peft = PeftConfig(enabled=True, dim=4)
+    policy = make(folder, -1, dtype, peft=peft)
+    told = Activations.count(
+        policy.model.config, layers=5, whole=True, length=64, dtype=dtype, device=CPU, peft=peft
+    )  # fmt: skip
+    for rows in (1, 4):
+        assert told.bytes(rows) == pytest.approx(bytes_saved(policy, rows, 64), rel=0.1), rows
+
+
+def test_gradient_checkpointing_keeps_the_layers_inputs_and_one_layer(folder):
+    """By hand: 5 inputs of 64 x 96 float32 numbers a sequence, beside what one layer saves."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    shape = {"whole": True, "length": 64, "dtype": torch.float32, "device": CPU}
+    one = Activations.count(config, layers=1, **shape)
+    told = Activations.count(config, layers=5, checkpointing=True, **shape)
+    assert told.row == one.row + 5 * 64 * 96 * 4
+    assert told.row < Activations.count(config, layers=5, **shape).row / 2
+
+
+def test_the_cache_of_keys_and_values(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        cache = model(input_ids=torch.zeros(3, 20, dtype=torch.int64), use_cache=True).past_key_values
+    measured = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    # 2 x 5 layers x 2 heads x 16 x 2 bytes x 3 x 20
+    assert kv_cache_bytes(model.config, 3, 20, torch.bfloat16) == measured == 38_400
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unfrozen", [-1, 2])
+def test_what_is_held_all_along(folder, unfrozen, dtype):
+    policy = make(folder, unfrozen, dtype)
+    meta = on_meta(str(folder))
+    trained = trained_parameters(meta, unfrozen)
+    told = held_bytes(size(trained), size(meta.parameters()) - size(trained), dtype)
+    assert told["weights"] == sum(p.nbytes for p in policy.model.parameters())
+    own = {p.data_ptr() for p in policy.model.parameters()}
+    copies = {p.data_ptr(): p for m in (policy.reference.top, policy.reference.head) for p in m.parameters()}
+    copied = sum(p.nbytes for address, p in copies.items() if address not in own)
+    assert reference_bytes(meta, trained, dtype) == copied > 0
+
+    minibatch = tiny.rollout()
+    minibatch.old_logprobs = torch.zeros_like(minibatch.advantages)
+    minibatch.num_tokens, minibatch.num_seqs = int(minibatch.mask.sum()), len(minibatch)
+    policy.train_step(minibatch, PolicyLoss(load_config("ppo_copy").loss_fn, temperature=1.0, norm_length=4))
+    moments = policy.optimizers["actor"].adamw.state.values()
+    assert told["Adam"] == sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in moments)
+    assert told["gradients"] == 4 * size(trained)
+
+
+def test_the_largest_micro_batch():
+    kept = Activations(fixed=100, row=10)
+    beside = lambda rows: 5 * rows  # noqa: E731
+    assert kept.bytes(3) == 130
+    assert largest_fit(220, kept, beside, most=64) == 8  # 100 + 8 x 15
+    assert largest_fit(219, kept, beside, most=64) == 7
+    assert largest_fit(220, kept, beside, most=6) == 6
+    assert largest_fit(114, kept, beside, most=64) == 0
+
+
+def test_the_plan_in_words(folder):
+    def plan(*overrides: str) -> list[str]:
+        settings = [f"policy.model_name={folder}", "cluster.device=cpu", "value.mode=local", *overrides]
+        lines = dry_run(load_config("ppo_copy", settings)).splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("memory"))
+        return [line[10:] for line in lines[start:]]
+
+    # 64 sequences a batch of the policy, 8 of the critic; a sequence is 2 + 4 tokens.
+    roomy = plan("cluster.device_memory_gb=1")
+    cache = gigabytes(2 * 5 * 2 * 16 * 4 * 128 * 6)
+    assert roomy[0].startswith(f"generation of 128 sequences x 6 tokens: KV cache {cache}, sampler ")
+    assert roomy[1].startswith("scoring of 128 sequences: ")
+    assert roomy[2].startswith("policy update of 64 sequences: ") and roomy[3].startswith("value update of 8 sequences")
+    assert roomy[4].endswith("which fits in 90% of 1 GB cluster.device_memory_gb")
+    assert roomy[5:] == [
+        "policy.train_micro_batch_size=64 is the largest that fits, the whole batch of an optimizer step",
+        "value.train_micro_batch_size=8 is the largest that fits, the whole batch of an optimizer step",
+    ]
+    tight = plan("cluster.device_memory_gb=0.03")
+    assert "which does not fit in 90% of 30 MB" in tight[4]
+    most = int(tight[5].split("=")[1].split()[0])
+    assert 0 < most < 64 and tight[5].endswith("is the largest that fits")
+    assert "which fits in" in plan("cluster.device_memory_gb=0.03", f"policy.train_micro_batch_size={most}",
+                                   "policy.logprob_batch_size=1", "policy.generation.max_batch_size=1")[4]  # fmt: skip
+    assert plan("cluster.device_memory_gb=0.001")[5:] == [
+        "no policy.train_micro_batch_size fits", "no value.train_micro_batch_size fits"
+    ]  # fmt: skip
+    # A budget of 30 tokens takes 5 of the longest sequences; the largest is told in tokens.
+    budget = plan(
+        "cluster.device_memory_gb=1",
+        "policy.max_tokens_per_micro_batch=30",
+        "policy.train_micro_batch_size=8",
+        "policy.logprob_batch_size=8",
+    )
+    assert budget[1].startswith("scoring of 5 sequences") and budget[2].startswith("policy update of 5 sequences")
+    assert budget[5].startswith("policy.max_tokens_per_micro_batch=384 is the largest that fits, the whole batch")
