@@ -17,6 +17,7 @@ from trainers.config import TrainerConfig, walk
 from trainers.config_types import expected, fits, named, one_of, shown
 from trainers.environments import NAMES, nearest
 from trainers.ranges import RANGES
+from trainers.sampling import of_validation, sampling_problems
 
 
 class ConfigError(ValueError):
@@ -127,7 +128,11 @@ def check(config: TrainerConfig) -> BatchPlan:
         ConfigError: any problem that the settings alone show; all of them, one a line.
     """
     # In this order: each group computes with values that those before it have let through.
-    groups = ((wrong_types,), (wrong_choices, out_of_range, malformed), (uneven_batches, unused, needed))
+    groups = (
+        (wrong_types,),
+        (wrong_choices, out_of_range, malformed),
+        (uneven_batches, sampling_problems, unused, needed),
+    )
     for group in groups:
         if problems := [problem for rule in group for problem in rule(config)]:
             raise ConfigError("\n".join(problems))
@@ -152,7 +157,7 @@ def check(config: TrainerConfig) -> BatchPlan:
     )
 
 
-def check_model(config: Any, model: Any, longest_prompt: int) -> None:
+def check_model(config: Any, model: Any, longest_prompt: int, longest_val_prompt: int) -> None:
     """What only the loaded model's config shows: ids outside its vocabulary, sequences beyond its positions.
 
     Raises:
@@ -164,16 +169,20 @@ def check_model(config: Any, model: Any, longest_prompt: int) -> None:
                 f"policy.generation.stop_token_ids: {token} is outside the model's vocabulary of {model.vocab_size}"
             )
     positions = getattr(model, "max_position_embeddings", None)
-    limit, new = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
-    if limit is not None and longest_prompt >= limit:
-        raise ConfigError(
-            f"policy.max_total_sequence_length={limit} leaves no room for a response to a prompt of {longest_prompt} "
-            "tokens"
-        )
-    if positions is not None and (limit or longest_prompt + new) > positions:
-        what = f"a prompt of {longest_prompt} tokens + policy.generation.max_new_tokens={new} = {longest_prompt + new}"
-        what = what if limit is None else f"policy.max_total_sequence_length={limit}"
-        raise ConfigError(f"{what}, but the model has {positions} positions")
+    limit, generation = config.policy.max_total_sequence_length, config.policy.generation
+    block = "" if generation.val.max_new_tokens is None else "val."
+    for prompt, key, new in (
+        (longest_prompt, "policy.generation.max_new_tokens", generation.max_new_tokens),
+        (longest_val_prompt, f"policy.generation.{block}max_new_tokens", of_validation(generation).max_new_tokens),
+    ):
+        if limit is not None and prompt >= limit:
+            raise ConfigError(
+                f"policy.max_total_sequence_length={limit} leaves no room for a response to a prompt of {prompt} tokens"
+            )
+        if positions is not None and (limit or prompt + new) > positions:
+            what = f"a prompt of {prompt} tokens + {key}={new} = {prompt + new}"
+            what = what if limit is None else f"policy.max_total_sequence_length={limit}"
+            raise ConfigError(f"{what}, but the model has {positions} positions")
 
 
 def wrong_types(config: Any) -> Iterator[str]:
@@ -222,8 +231,9 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
         yield "logger.run_dir is empty: expected auto or a folder"
     if not re.fullmatch(r"sentiment|copy|lookup|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", config.env.name):
         yield f"env.name={config.env.name}: expected {one_of(NAMES)}{nearest(config.env.name.partition(':')[0], NAMES)}"
-    if config.data.prompts is not None and not Path(config.data.prompts).expanduser().is_file():
-        yield f"data.prompts={config.data.prompts}: there is no such file"
+    for key, path in (("prompts", config.data.prompts), ("val_prompts", config.data.val_prompts)):
+        if path is not None and not Path(path).expanduser().is_file():
+            yield f"data.{key}={path}: there is no such file"
     resume = config.checkpointing.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         yield f"checkpointing.resume={resume}: expected auto, never or a checkpoint's folder; there is no such folder"
@@ -298,11 +308,15 @@ def unused(config: TrainerConfig) -> Iterator[str]:
             "policy: reference",
             f"{config.name}.skip_reference_policy_logprobs_calculation=true",
         ),
-        (config.data.prompts is None, "data: prompt_key", "data.prompts=null"),
+        (
+            config.data.prompts is None and config.data.val_prompts is None,
+            "data: prompt_key",
+            "data.prompts=null and data.val_prompts=null",
+        ),
         (not config.data.chat_template, "data: system_prompt", "data.chat_template=false"),
         (not generated_tasks(config), "env: seed size", f"env.name={env}, which generates no tasks"),
         (not env.startswith(("reasoning_gym:", "python:")), "env: params", f"env.name={env}, which has no settings"),
-        (generated_tasks(config), "data: prompts", f"env.name={env}, which scores only its own tasks"),
+        (generated_tasks(config), "data: prompts val_prompts", f"env.name={env}, which scores only its own tasks"),
         (env in ("copy", "lookup"), "data: chat_template", f"env.name={env}, whose prompts are token ids"),
         *(
             (

@@ -16,7 +16,7 @@ from trainers.extras import require
 from trainers.models import SMOLLM2, TINY_LLAMA, default_cache, is_complete, resolve_model
 from trainers.offload import check_device
 from trainers.policy.lora import Adapters
-from trainers.prompts import load_prompts
+from trainers.prompts import load_prompts, load_val_prompts
 
 
 def dry_run(config: TrainerConfig) -> str:
@@ -30,6 +30,7 @@ def dry_run(config: TrainerConfig) -> str:
         environment = make_environment(config.env)
         check_turns(environment, config)
         prompts = load_prompts(config.data, environment)
+        load_val_prompts(config.data, environment)
         device = pick_device(config.cluster.device)
         check_device(config, device)
         dtype = pick_dtype(config.policy.dtype, device)

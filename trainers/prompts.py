@@ -38,18 +38,27 @@ def load_prompts(data: DataConfig, environment: Environment) -> list[Prompt]:
         if not prompts:
             raise ValueError("the environment has no prompts of its own: set data.prompts to a JSONL file")
         return prompts
+    return _read(data.prompts, "data.prompts", data.prompt_key, environment)
+
+
+def load_val_prompts(data: DataConfig, environment: Environment) -> list[Prompt]:
+    """The prompts of `data.val_prompts`, a file as that of `data.prompts`; none if it is not set."""
+    if data.val_prompts is None:
+        return []
+    return _read(data.val_prompts, "data.val_prompts", data.prompt_key, environment)
+
+
+def _read(name: str, key: str, prompt_key: str, environment: Environment) -> list[Prompt]:
     if getattr(environment, "own_prompts_only", False):
-        raise ValueError(
-            f"data.prompts={data.prompts!r}: this environment can only score its own prompts; leave it unset"
-        )
-    path = Path(data.prompts).expanduser()
+        raise ValueError(f"{key}={name!r}: this environment can only score its own prompts; leave it unset")
+    path = Path(name).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"data.prompts={data.prompts!r} is not a file")
+        raise FileNotFoundError(f"{key}={name!r} is not a file")
     with path.open("rb") as file:  # bytes, so that only line feeds end a line and a bad byte has a line number
         lines = [(f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip()]
-    prompts = [_parse_line(line, where, data.prompt_key) for where, line in lines]
+    prompts = [_parse_line(line, where, prompt_key) for where, line in lines]
     if not prompts:
-        raise ValueError(f"data.prompts={data.prompts!r} has no prompts")
+        raise ValueError(f"{key}={name!r} has no prompts")
     return prompts
 
 
