@@ -113,10 +113,14 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("key", "meant"),
         [
-            ("policy.generation.temprature", "policy.generation.temperature"),
-            ("policy.temperature", "policy.generation.temperature"),
-            ("temprature", "policy.generation.temperature"),
-            ("rollout.generation.temperature", "policy.generation.temperature"),
+            ("policy.generation.temprature", "policy.generation.temperature or policy.generation.val.temperature"),
+            ("policy.temperature", "policy.generation.temperature or policy.generation.val.temperature"),
+            ("temprature", "policy.generation.temperature or policy.generation.val.temperature"),
+            ("rollout.generation.temperature", "policy.generation.temperature or policy.generation.val.temperature"),
+            (
+                "policy.generation.val.temprature",
+                "policy.generation.val.temperature or policy.generation.temperature",
+            ),
             ("polcy.optimizer.lr", "policy.optimizer.lr"),
             ("lr", "policy.optimizer.lr or value.optimizer.lr"),
             ("ppo.gae_lamda", "ppo.adv_estimator.gae_lambda"),

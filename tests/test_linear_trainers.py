@@ -29,17 +29,21 @@ def wide_model(tmp_path_factory):
     return folder
 
 
-def steps(folder, dtype: torch.dtype, **loss: object) -> tuple[Memory, Memory]:
+def steps(folder, dtype: torch.dtype, *, min_new_tokens: int = 0, **loss: object) -> tuple[Memory, Memory]:
     """What scoring and one optimizer step hold."""
-    policy = HFPolicy(folder, tiny.config().policy, device=torch.device("cpu"), dtype=dtype)
+    cfg = tiny.config(policy__generation__min_new_tokens=min_new_tokens, policy__generation__ignore_eos=False).policy
+    policy = HFPolicy(folder, cfg, device=torch.device("cpu"), dtype=dtype)
     policy.cfg.logprob_batch_size = policy.cfg.train_micro_batch_size = len(LENGTHS)
     batch = count(tiny.rollout(LENGTHS))
     scoring = memory_of(lambda: batch.update(**policy.score(batch, {"old_logprobs", "ref_logprobs"})))
-    policy_loss = PolicyLoss(LossConfig(**loss), temperature=1.0, norm_length=4)
+    stops = {"min_new_tokens": min_new_tokens, "stop_ids": policy.stop_ids}
+    policy_loss = PolicyLoss(LossConfig(**loss), temperature=1.0, norm_length=4, **stops)
     return scoring, memory_of(lambda: policy.train_step(count(batch), policy_loss))
 
 
-@pytest.mark.parametrize("loss", [{}, {"entropy_bonus": 0.1, "aggregation": "seq_mean_token_mean"}, {"type": "gspo"}])
+@pytest.mark.parametrize(
+    "loss", [{}, {"entropy_bonus": 0.1, "aggregation": "seq_mean_token_mean"}, {"type": "gspo"}, {"min_new_tokens": 3}]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_no_tensor_of_tokens_times_vocabulary(monkeypatch, wide_model, dtype, loss):
     small_chunks(monkeypatch, 90)
@@ -51,7 +55,7 @@ def test_no_tensor_of_tokens_times_vocabulary(monkeypatch, wide_model, dtype, lo
 def test_the_watch_sees_whole_logits(monkeypatch, wide_model):
     """The same two passes over whole logits are caught by the measure above."""
 
-    def whole(hidden, weight, targets, *, bias=None, **options):
+    def whole(hidden, weight, targets, *, memory="auto", bias=None, **options):
         return fastppo.logprob(F.linear(hidden, weight, bias), targets, **options)
 
     def whole_loss(hidden, weight, targets, old, advantages, *, temperature, softcap, num_rows, bias=None, **options):

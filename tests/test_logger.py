@@ -322,6 +322,35 @@ def test_validation_takes_its_own_names_only(tmp_path: Path) -> None:
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 3, "val/score/mean": 0.61234, "timing_s/testing": 4.0}]
 
 
+@pytest.mark.parametrize("shown", [0, 1, 2, 5])
+def test_validation_samples_are_written_and_some_are_shown(tmp_path: Path, shown: int) -> None:
+    pipe = Pipe()
+    rows = [sample(i, response=f"answer {i}", length=i + 2, score=math.nan if i else 0.25) for i in range(3)]
+    with make(tmp_path, file=pipe, num_val_samples_to_print=shown) as logger:
+        logger.validation(4, {"val/score/mean": 0.5}, rows)
+        printed = pipe.getvalue()
+    assert ("validation samples of step 4" in printed) == (shown > 0)
+    assert [f"answer {i}" in printed for i in range(3)] == [i < shown for i in range(3)]
+    if shown:
+        assert re.search(r"0 +0\.25 +2 +stop +Once +answer 0", printed)
+    written = lines(tmp_path / "validation" / "step_4.jsonl")
+    assert written[0] == {"step": 4, **rows[0]}
+    assert written[1] == {"step": 4, **rows[1], "score": None, "nonfinite": {"score": "nan"}}
+    assert len(written) == 3 and [p.name for p in (tmp_path / "validation").iterdir()] == ["step_4.jsonl"]
+
+
+def test_validation_samples_beyond_the_step_of_a_resume_are_dropped(tmp_path: Path) -> None:
+    with make(tmp_path) as logger:
+        for step in (0, 2, 4, 10):
+            logger.validation(step, {"val/score/mean": 0.5}, [sample(0)])
+    (tmp_path / "validation" / "notes.txt").write_text("mine")
+    names = lambda: sorted(path.name for path in (tmp_path / "validation").iterdir())  # noqa: E731
+    make(tmp_path, start_step=4).close()
+    assert names() == ["notes.txt", "step_0.jsonl", "step_2.jsonl", "step_4.jsonl"]
+    make(tmp_path).close()
+    assert names() == ["notes.txt"]
+
+
 def test_close_shows_where_the_time_went_once(tmp_path: Path) -> None:
     pipe = Pipe()
     logger = make(tmp_path, file=pipe)

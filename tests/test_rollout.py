@@ -46,6 +46,13 @@ def test_positions_and_sequence_ids():
     assert batch.sequence_ids.tolist() == [0] * 5 + [1] * 2 + [2] * 5
 
 
+def test_turn_positions_start_anew_where_the_policy_speaks_again():
+    assert BATCH().turn_positions.tolist() == [0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0, 1]
+    batch = BATCH().update(mask=torch.tensor([0, 1, 1, 0, 1, 0, 1, 0, 1, 1, 0, 1], dtype=torch.bool))
+    assert batch.turn_positions.tolist() == [0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0]
+    assert batch.select([2, 0]).turn_positions.tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 0, 0]
+
+
 def test_select_reorders_repeats_and_carries_every_field():
     batch = BATCH().update(raw_reward=torch.tensor([1.0, 2.0, 3.0]), values=torch.arange(12.0))
     chosen = batch.select([2, 0, 2])

@@ -32,7 +32,7 @@ def train(
         prompts: texts, or mappings with a "prompt" text whose other keys are metadata. Goes with `reward_fn`.
         algorithm: "ppo" or "reinforce"; a config tree says itself which it is of.
         config: a config tree, a mapping of (nested) settings, or a YAML file; default: the defaults.
-        eval_prompts: prompts of `validate()`; default: the training prompts.
+        eval_prompts: prompts of `validate()`; default: those of `data.val_prompts`, else the training prompts.
         metric_fn: called as `reward_fn` with samples, prompts and outputs; its per-sample lists are averaged and
             logged as val/metrics/<name>.
         stop_sequences: texts that end a response; added to policy.generation.stop_strings.
@@ -57,6 +57,10 @@ def train(
         from trainers.ppo import PPOTrainer as TrainerClass
     else:
         from trainers.reinforce import ReinforceTrainer as TrainerClass
+    if eval_prompts is not None and settings.data.val_prompts is not None:
+        raise ValueError(
+            f"eval_prompts was given, and so was data.val_prompts={settings.data.val_prompts!r}: leave one out"
+        )
     generation = replace(
         settings.policy.generation, stop_strings=[*settings.policy.generation.stop_strings, *stop_sequences]
     )

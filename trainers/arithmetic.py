@@ -8,11 +8,11 @@ import difflib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainers.algorithm_rules import Rule, needed_rules, unused_rules
+from trainers.batch_plan import BatchPlan
 from trainers.config import TrainerConfig, walk
 from trainers.config_types import expected, fits, named, one_of, shown
 from trainers.deadline import seconds_of
@@ -20,107 +20,11 @@ from trainers.environments import NAMES, has_settings, nearest
 from trainers.logger import METRICS
 from trainers.prompt_rows import missing
 from trainers.ranges import RANGES
+from trainers.sampling import of_validation, sampling_problems
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names the key, what was expected and what came."""
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """The counts that follow from the settings; a step is one rollout and the optimizer steps on it."""
-
-    prompts: int
-    responses_per_prompt: int
-    epochs: int
-    max_prompt_length: int
-    max_new_tokens: int
-    max_turns: int
-    max_length: int | None  # of a row of several turns; None: a prompt and one response
-    max_steps: int
-    policy_batch: int
-    policy_micro_batch: int
-    critic: str | None  # where it lives; None: there is none
-    value_batch: int | None  # None: a shared critic, trained in the policy's optimizer steps, or none
-    value_micro_batch: int | None
-    policy_micro_tokens: int | None = None  # in place of policy_micro_batch
-    value_micro_tokens: int | None = None
-
-    @property
-    def sequences(self) -> int:
-        return self.prompts * self.responses_per_prompt
-
-    @property
-    def longest_sequence(self) -> int:
-        return self.max_length or self.max_prompt_length + self.max_new_tokens
-
-    @property
-    def policy_steps_per_rollout(self) -> int:
-        return self.epochs * self.sequences // self.policy_batch
-
-    @property
-    def policy_micro_batches(self) -> int:
-        return -(-self.policy_batch // self.policy_micro_batch)
-
-    @property
-    def value_steps_per_rollout(self) -> int:
-        return self.epochs * self.sequences // self.value_batch if self.value_batch else 0
-
-    @property
-    def value_micro_batches(self) -> int:
-        return -(-self.value_batch // self.value_micro_batch) if self.value_batch and self.value_micro_batch else 0
-
-    @property
-    def total_policy_steps(self) -> int:
-        return self.max_steps * self.policy_steps_per_rollout
-
-    @property
-    def total_value_steps(self) -> int:
-        return self.max_steps * self.value_steps_per_rollout
-
-    def describe(self) -> str:
-        """The plan in words, one line a part."""
-
-        def updates(steps: int, batch: int, micro: int, micro_batches: int, tokens: int | None) -> str:
-            parts = f"{counted(micro_batches, 'micro-batch', 'micro-batches')} of up to {micro}"
-            return (
-                f"{self.epochs} x {self.sequences} / {batch} = {counted(steps, 'optimizer step')} per rollout, "
-                f"each {batch} sequences in {parts if tokens is None else f'micro-batches of up to {tokens:,} tokens'}"
-            )
-
-        longest = f"{self.max_prompt_length} prompt + {self.max_new_tokens} new = {self.longest_sequence:,} tokens"
-        if self.max_length:
-            longest = f"{self.max_turns} turns of {self.max_new_tokens} new tokens, {self.max_length:,} tokens in all"
-        lines = [
-            f"rollout   {counted(self.prompts, 'prompt')} x {counted(self.responses_per_prompt, 'response')} = "
-            f"{counted(self.sequences, 'sequence')} a step, each at most {longest}",
-            "policy    "
-            + updates(
-                self.policy_steps_per_rollout,
-                self.policy_batch,
-                self.policy_micro_batch,
-                self.policy_micro_batches,
-                self.policy_micro_tokens,
-            ),
-        ]
-        if self.value_batch and self.value_micro_batch:
-            lines.append(
-                "critic    "
-                + updates(
-                    self.value_steps_per_rollout,
-                    self.value_batch,
-                    self.value_micro_batch,
-                    self.value_micro_batches,
-                    self.value_micro_tokens,
-                )
-            )
-        elif self.critic:
-            lines.append("critic    a head on the policy's trunk, trained in the policy's optimizer steps")
-        total = f"whole run {counted(self.max_steps, 'step')}, {counted(self.max_steps * self.sequences, 'response')}, "
-        total += counted(self.total_policy_steps, "optimizer step") + " of the policy"
-        if self.value_batch:
-            total += f", {self.total_value_steps:,} of the critic"
-        return "\n".join([*lines, total])
 
 
 def check(config: TrainerConfig) -> BatchPlan:
@@ -130,7 +34,11 @@ def check(config: TrainerConfig) -> BatchPlan:
         ConfigError: any problem that the settings alone show; all of them, one a line.
     """
     # In this order: each group computes with values that those before it have let through.
-    groups = ((wrong_types,), (wrong_choices, out_of_range, malformed), (uneven_batches, unused, needed))
+    groups = (
+        (wrong_types,),
+        (wrong_choices, out_of_range, malformed),
+        (uneven_batches, sampling_problems, unused, needed),
+    )
     for group in groups:
         if problems := [problem for rule in group for problem in rule(config)]:
             raise ConfigError("\n".join(problems))
@@ -155,7 +63,7 @@ def check(config: TrainerConfig) -> BatchPlan:
     )
 
 
-def check_model(config: Any, model: Any, longest_prompt: int) -> None:
+def check_model(config: Any, model: Any, longest_prompt: int, longest_val_prompt: int) -> None:
     """What only the loaded model's config shows: ids outside its vocabulary, sequences beyond its positions.
 
     Raises:
@@ -167,16 +75,20 @@ def check_model(config: Any, model: Any, longest_prompt: int) -> None:
                 f"policy.generation.stop_token_ids: {token} is outside the model's vocabulary of {model.vocab_size}"
             )
     positions = getattr(model, "max_position_embeddings", None)
-    limit, new = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
-    if limit is not None and longest_prompt >= limit:
-        raise ConfigError(
-            f"policy.max_total_sequence_length={limit} leaves no room for a response to a prompt of {longest_prompt} "
-            "tokens"
-        )
-    if positions is not None and (limit or longest_prompt + new) > positions:
-        what = f"a prompt of {longest_prompt} tokens + policy.generation.max_new_tokens={new} = {longest_prompt + new}"
-        what = what if limit is None else f"policy.max_total_sequence_length={limit}"
-        raise ConfigError(f"{what}, but the model has {positions} positions")
+    limit, generation = config.policy.max_total_sequence_length, config.policy.generation
+    block = "" if generation.val.max_new_tokens is None else "val."
+    for prompt, key, new in (
+        (longest_prompt, "policy.generation.max_new_tokens", generation.max_new_tokens),
+        (longest_val_prompt, f"policy.generation.{block}max_new_tokens", of_validation(generation).max_new_tokens),
+    ):
+        if limit is not None and prompt >= limit:
+            raise ConfigError(
+                f"policy.max_total_sequence_length={limit} leaves no room for a response to a prompt of {prompt} tokens"
+            )
+        if positions is not None and (limit or prompt + new) > positions:
+            what = f"a prompt of {prompt} tokens + {key}={new} = {prompt + new}"
+            what = what if limit is None else f"policy.max_total_sequence_length={limit}"
+            raise ConfigError(f"{what}, but the model has {positions} positions")
 
 
 def wrong_types(config: Any) -> Iterator[str]:
@@ -229,8 +141,9 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
     for name, weight in config.env.rewards.items():
         if not math.isfinite(weight):
             yield f"env.rewards: the weight of {name} is {weight}, expected a number that is finite"
-    if config.data.prompts is not None and (problem := missing(config.data.prompts)):
-        yield f"data.prompts={config.data.prompts}: {problem}"
+    for key, source in (("prompts", config.data.prompts), ("val_prompts", config.data.val_prompts)):
+        if source is not None and (problem := missing(source)):
+            yield f"data.{key}={source}: {problem}"
     if (limit := config.checkpointing.checkpoint_must_save_by) is not None:
         try:
             seconds_of(limit)
@@ -312,7 +225,11 @@ def unused(config: TrainerConfig) -> Iterator[str]:
             "policy: reference",
             f"{config.name}.skip_reference_policy_logprobs_calculation=true",
         ),
-        (config.data.prompts is None, "data: prompt_key", "data.prompts=null"),
+        (
+            config.data.prompts is None and config.data.val_prompts is None,
+            "data: prompt_key",
+            "data.prompts=null and data.val_prompts=null",
+        ),
         (not config.data.chat_template, "data: system_prompt", "data.chat_template=false"),
         (not generated_tasks(config), "env: seed size", f"env.name={env}, which generates no tasks"),
         (
@@ -320,7 +237,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
             "env: params",
             f"{' and '.join([f'env.name={env}', *config.env.rewards])}, which has no settings",
         ),
-        (generated_tasks(config), "data: prompts", f"env.name={env}, which scores only its own tasks"),
+        (generated_tasks(config), "data: prompts val_prompts", f"env.name={env}, which scores only its own tasks"),
         (env in ("copy", "lookup"), "data: chat_template", f"env.name={env}, whose prompts are token ids"),
         (not config.checkpointing.keep_top_k, "checkpointing: higher_is_better", "checkpointing.keep_top_k off"),
         (
@@ -402,7 +319,3 @@ def is_metric(name: str) -> bool:
 def generated_tasks(config: TrainerConfig) -> bool:
     """Whether the environment makes its own tasks from `env.seed`, `env.size` of them."""
     return config.env.name.partition(":")[0] in ("copy", "lookup", "reasoning_gym")
-
-
-def counted(n: int, noun: str, plural: str | None = None) -> str:
-    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"

@@ -41,11 +41,39 @@ class SchedulerConfig:
 
 
 @dataclass
+class ValSamplingConfig:
+    """How validation is sampled; what is null is as in training. Nothing here touches what is trained."""
+
+    max_new_tokens: int | None = opt(None, "longest response in tokens, the stop token included", free=True)
+    min_new_tokens: int | None = opt(None, "tokens that a response has before it may stop", free=True)
+    temperature: float | None = opt(None, "sampling temperature", free=True)
+    top_p: float | None = opt(
+        None, "sample among the fewest tokens, most likely first, that have this probability together", free=True
+    )
+    top_k: int | None = opt(None, "sample among this many most likely tokens, before top_p", free=True)
+    greedy: bool | None = opt(None, "take the most likely token", free=True)
+    repetition_penalty: float | None = opt(
+        None,
+        "positive logits of the tokens already in prompt or response are divided by this, negative ones multiplied",
+        free=True,
+    )
+
+
+@dataclass
 class GenerationConfig:
-    """How the policy is sampled. Every option here is scored by the trainer (log-probs are of this distribution)."""
+    """How the policy is sampled. The trainer's log-probs are of this distribution; what it cannot score is refused."""
 
     max_new_tokens: int = opt(16, "longest response in tokens, the stop token included; in a dialogue, of each turn")
+    min_new_tokens: int = opt(
+        0,
+        "tokens that a response, in a dialogue each turn, has before it may stop; scored: their log-probs are of the "
+        "distribution without stop tokens",
+    )
     temperature: float = opt(1.0, "sampling temperature; the trainer divides the logits by it too")
+    top_p: float = opt(1.0, "the trainer does not score it: 1 in training, see policy.generation.val")
+    top_k: int | None = opt(None, "the trainer does not score it: null in training, see policy.generation.val")
+    greedy: bool = opt(False, "the trainer does not score it: false in training, see policy.generation.val")
+    repetition_penalty: float = opt(1.0, "the trainer does not score it: 1 in training, see policy.generation.val")
     ignore_eos: bool = opt(
         False, "sample past the end-of-sequence token (fixed-length responses); stop_token_ids still stop"
     )
@@ -57,6 +85,7 @@ class GenerationConfig:
         "weights of the embedded engine; auto: the policy's compute dtype",
         choices=("auto", "float32", "bfloat16"),
     )
+    val: ValSamplingConfig = block(ValSamplingConfig)
 
 
 @dataclass
@@ -195,6 +224,9 @@ class DataConfig:
         "JSONL file of prompts (one object a line), Parquet file, folder of datasets.save_to_disk, or "
         "hf:<name>[:split] (hf:<name>:<config>:<split>); default: the environment's own prompts",
     )
+    val_prompts: str | None = opt(
+        None, "prompts of the validation, in one of the same forms; default: the training prompts", free=True
+    )
     prompt_key: str = opt(
         "prompt", "key (column) of the prompt, a text or chat messages; the others reach the reward as metadata"
     )
@@ -242,6 +274,8 @@ class LoggerConfig:
     report_period: int = opt(20, "steps between reports", free=True)
     num_samples_to_print: int = opt(2, "responses shown on the console every samples_period steps", free=True)
     samples_period: int = opt(10, "steps between samples, on the console and in samples.jsonl", free=True)
+    num_val_samples_to_print: int = opt(2, "responses shown on the console at every validation", free=True)
+    val_samples: bool = opt(True, "write every response of a validation to validation/step_<N>.jsonl", free=True)
     num_inspected_samples: int = opt(
         4, "responses kept token by token in samples.jsonl every samples_period steps, for the report", free=True
     )

@@ -196,7 +196,10 @@ class AlgorithmConfig:
     val_period: int = opt(0, "validate every N steps; 0: never", free=True)
     val_at_start: bool = opt(False, "validate before the first step", free=True)
     val_at_end: bool = opt(False, "validate after the last step", free=True)
-    max_val_samples: int = opt(64, "prompts per validation", free=True)
+    max_val_samples: int = opt(64, "prompts per validation, the first ones", free=True)
+    val_batch_size: int | None = opt(
+        None, "validation prompts sampled and scored together; never changes the numbers; default: all", free=True
+    )
     seed: int = opt(0, "seed of everything random")
 
 

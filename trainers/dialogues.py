@@ -95,6 +95,9 @@ def write_turn(
     groups: defaultdict[Sampling, list[int]] = defaultdict(list)
     for i, dialogue in enumerate(dialogues):
         own = sampling
+        if dialogue.row.sampled[-1]:
+            # Without an observation between them two turns are one, whose first min_new_tokens are written.
+            own = replace(own, min_new_tokens=0)
         if dialogue.stop_strings:
             own = replace(own, stop_strings=(*own.stop_strings, *dialogue.stop_strings))
         if max_length is not None and (room := max_length - len(dialogue.row.ids)) < own.max_new_tokens:

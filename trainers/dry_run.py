@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainers.arithmetic import ConfigError, check, counted
+from trainers.arithmetic import ConfigError, check
 from trainers.backbone import is_cut, pick_device, pick_dtype
+from trainers.batch_plan import counted
 from trainers.config import PolicyConfig, TrainerConfig, ValueConfig
 from trainers.environments import Environment, check_turns, make_environment
 from trainers.extras import require
@@ -18,7 +19,7 @@ from trainers.memory_plan import Trained, held_bytes, memory, plan_lines, refere
 from trainers.models import SMOLLM2, TINY_LLAMA, default_cache, is_complete, resolve_model
 from trainers.offload import check_device
 from trainers.policy.lora import Adapters
-from trainers.prompts import load_prompts
+from trainers.prompts import load_prompts, load_val_prompts
 
 
 def dry_run(config: TrainerConfig) -> str:
@@ -31,8 +32,10 @@ def dry_run(config: TrainerConfig) -> str:
     try:
         environment = make_environment(config.env)
         check_turns(environment, config)
-        remote = (config.data.prompts or "").startswith("hf:")
+        remote = any((source or "").startswith("hf:") for source in (config.data.prompts, config.data.val_prompts))
         prompts = None if remote else load_prompts(config.data, environment)
+        if not remote:
+            load_val_prompts(config.data, environment)
         device = pick_device(config.cluster.device)
         check_device(config, device)
         dtype = pick_dtype(config.policy.dtype, device)

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, samples.jsonl, TensorBoard events, remote trackers and the console.
+"""What a run writes down: metrics.jsonl, samples.jsonl, validation/, TensorBoard events, trackers and the console.
 
 metrics.jsonl has one line a call, `{"step": 3, "time": <unix seconds>, "critic/score/mean": 0.21, ...}`. Several lines
 may share a step (training, validation); `read_metrics` merges them. JSON has no NaN: a number that is not finite is
@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -88,6 +88,7 @@ class Logger:
         self.writer = _tensorboard(self.run_dir / "tensorboard", start_step) if cfg.tensorboard else None
         self.metrics_file = _open_log(self.run_dir / "metrics.jsonl", start_step)
         self.samples_file = _open_log(self.run_dir / "samples.jsonl", start_step)
+        _drop_validations(self.run_dir / "validation", start_step)
         self.console = console or require("rich.console").Console(highlight=False)
         terminal = self.console.is_terminal and not self.console.is_dumb_terminal and not os.environ.get("CI")
         if not terminal and console is None and "COLUMNS" not in os.environ:
@@ -123,18 +124,11 @@ class Logger:
         shown, period = rows[: self.cfg.num_samples_to_print], self.cfg.samples_period
         if not shown or not period or not (step % period == 0 or step in (1, self.max_steps)):
             return
-        table = _table(f"samples of step {step}", "id", "score>", "kl>", "finish", "prompt", "response")
-        for row in shown:
-            numbers = [_fixed(row.get(key), 2) for key in ("score", "kl")]
-            prompt, response = str(row.get("prompt", "")), str(row.get("response", ""))
-            prompt = prompt if len(prompt) <= 160 else "..." + prompt[-157:]
-            response = response if len(response) <= 320 else response[:317] + "..."
-            cells = [str(row.get("sample_id", "")), *numbers, str(row.get("finish", "")), prompt, response]
-            table.add_row(*(self._text(cell) for cell in cells))
-        self.console.print(table)
+        self.console.print(self._sample_table(f"samples of step {step}", ("score", "kl"), shown))
 
-    def validation(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics of a validation after `step` training steps: val/* and timing_s/testing."""
+    def validation(self, step: int, metrics: dict[str, float], rows: Sequence[dict[str, Any]] = ()) -> None:
+        """A validation after `step` training steps: val/* and timing_s/testing, and its samples in the form of
+        docs/metrics.md, which go to validation/step_<N>.jsonl; a few of them also go to the console."""
         for name in metrics:
             if not name.startswith("val/") and name != "timing_s/testing":
                 raise ValueError(f"validation metrics must be named val/* or timing_s/testing, got {name!r}")
@@ -143,6 +137,10 @@ class Logger:
         self._print(
             "  ".join([f"validation at step {step}", *(f"{name} {value:.4g}" for name, value in shown.items())])
         )
+        if rows and self.cfg.val_samples:
+            _write_samples(self.run_dir / "validation" / f"step_{step}.jsonl", step, rows)
+        if printed := rows[: self.cfg.num_val_samples_to_print]:
+            self.console.print(self._sample_table(f"validation samples of step {step}", ("score", "length"), printed))
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close the files, write the report, print where the time went and where everything is."""
@@ -191,6 +189,17 @@ class Logger:
             self._print(f"no report was written: {type(error).__name__}: {error}")
             return False
         return True
+
+    def _sample_table(self, title: str, numbers: Sequence[str], rows: Sequence[dict[str, Any]]) -> "Table":
+        table = _table(title, "id", *(f"{name}>" for name in numbers), "finish", "prompt", "response")
+        for row in rows:
+            prompt, response = str(row.get("prompt", "")), str(row.get("response", ""))
+            prompt = prompt if len(prompt) <= 160 else "..." + prompt[-157:]
+            response = response if len(response) <= 320 else response[:317] + "..."
+            shown = [_fixed(row.get(name), 0 if name == "length" else 2) for name in numbers]
+            cells = [str(row.get("sample_id", "")), *shown, str(row.get("finish", "")), prompt, response]
+            table.add_row(*(self._text(cell) for cell in cells))
+        return table
 
     def _print(self, line: str) -> None:
         self.console.print(self._text(line), soft_wrap=True)
@@ -292,6 +301,24 @@ def _open_log(path: Path, start_step: int) -> TextIO:
 def _append(file: TextIO, record: dict[str, Any]) -> None:
     file.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
     file.flush()
+
+
+def _write_samples(path: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
+    """The file appears when it is whole."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        for row in rows:
+            _append(file, {"step": step, **row})
+    temporary.replace(path)
+
+
+def _drop_validations(folder: Path, start_step: int) -> None:
+    """As `_open_log`: what a run that goes on after `start_step` keeps; a run from the start keeps nothing."""
+    for path in folder.glob("step_*.jsonl"):
+        step = path.stem.removeprefix("step_")
+        if step.isdecimal() and (not start_step or int(step) > start_step):
+            path.unlink()
 
 
 def _finite(value: Any) -> Any:

@@ -4,6 +4,7 @@
 divided by the optimizer step's counts, so the gradients of micro-batches are summed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +38,7 @@ class SelectedRows:
     fields: dict[str, Tensor]  # [N] each, those that are known: see FIELDS
     positive: Tensor | None = None  # [N] bool: of a response whose raw reward is above 0
     num_nll_tokens: int = 0  # of the optimizer step's tokens those of such responses
+    turn_positions: Tensor | None = None  # [N] int64, on the CPU: place of each token in its turn, for min_new_tokens
 
     @classmethod
     def of(cls, batch: RolloutBatch, selected: Tensor, device: torch.device) -> "SelectedRows":
@@ -52,6 +54,7 @@ class SelectedRows:
             num_nll_tokens=batch.num_nll_tokens or 0,
             positive=(positive > 0)[batch.sequence_ids[selected]].to(device),
             fields={name: value[selected].to(device) for name, value in known.items()},
+            turn_positions=batch.turn_positions[selected],
         )
 
 
@@ -59,8 +62,41 @@ class KLCoefficient(Protocol):
     coef: float  # may change from step to step; see trainers.rewards.KLController
 
 
+def scored(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    early: Tensor,
+    *,
+    stop_ids: Sequence[int],
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> fastppo.LogprobOutput:
+    """`fastppo.linear_logprob`, but the rows `early` [N] bool (on the CPU) are of the distribution without `stop_ids`.
+
+    What `min_new_tokens` samples: a bias of -inf deletes a column. Differentiable, and without the logits of all rows.
+    """
+    options = {"temperature": temperature, "softcap": softcap, "memory": "recompute"}
+    if not stop_ids or not early.any():
+        return fastppo.linear_logprob(hidden, weight, targets, bias=bias, **options)
+    removed = weight.new_zeros(weight.shape[0]) if bias is None else bias
+    removed = removed.index_fill(0, torch.tensor(stop_ids, device=weight.device), -torch.inf)
+    order = torch.cat([early.nonzero(), (~early).nonzero()]).squeeze(-1)
+    first, rest = order.to(weight.device).tensor_split([int(early.sum())])
+    parts = (
+        fastppo.linear_logprob(hidden[first], weight, targets[first], bias=removed, **options),
+        fastppo.linear_logprob(hidden[rest], weight, targets[rest], bias=bias, **options),
+    )
+    back = order.argsort().to(weight.device)
+    return fastppo.LogprobOutput(*(torch.cat(part)[back] for part in zip(*parts, strict=True)))
+
+
 class PolicyLoss:
-    """`__call__(hidden [N, D], weight [V, D], rows) -> StepLoss`: `fastppo.linear_ppo_loss`, chunk by chunk."""
+    """`__call__(hidden [N, D], weight [V, D], rows) -> StepLoss`: `fastppo.linear_ppo_loss`, chunk by chunk.
+
+    With `min_new_tokens` the log-probs come first, since those of a turn's first tokens are without `stop_ids`.
+    """
 
     def __init__(
         self,
@@ -70,8 +106,11 @@ class PolicyLoss:
         norm_length: float,
         softcap: float | None = None,
         kl: KLCoefficient | None = None,
+        min_new_tokens: int = 0,
+        stop_ids: Sequence[int] = (),
     ):
         self.loss_fn, self.kl, self.temperature, self.softcap = loss_fn, kl, temperature, softcap
+        self.min_new_tokens, self.stop_ids = min_new_tokens, stop_ids
         self.norm = norm_length if loss_fn.norm_length is None else loss_fn.norm_length
 
     @property
@@ -90,38 +129,41 @@ class PolicyLoss:
         cfg, correction = self.loss_fn, self.loss_fn.importance_sampling
         kl_coef = 0.0 if cfg.use_kl_in_reward else self.kl.coef if self.kl else cfg.reference_policy_kl_penalty
         corrected, nll = correction.type != "none", cfg.positive_example_nll_weight
-        output = fastppo.linear_ppo_loss(
-            hidden,
-            weight,
-            rows.targets,
-            None if cfg.force_on_policy_ratio else rows.fields["old_logprobs"],
-            rows.fields["advantages"],
-            bias=bias,
-            temperature=self.temperature,
-            softcap=self.softcap,
-            loss_type=cfg.type,
-            clip_eps=cfg.ratio_clip_min,
-            clip_eps_high=cfg.ratio_clip_max,
-            dual_clip=cfg.ratio_clip_c,
-            ent_coef=cfg.entropy_bonus,
-            ref_logprobs=rows.fields["ref_logprobs"] if kl_coef else None,
-            kl_coef=kl_coef,
-            kl_type=cfg.reference_policy_kl_type,
-            kl_grad=cfg.reference_policy_kl_gradient,
-            rollout_logprobs=rows.fields["rollout_logprobs"] if corrected else None,
-            is_correction=correction.type if corrected else None,
-            is_bounds=self.is_bounds if corrected else None,
-            nll_coef=nll,
-            nll_mask=rows.positive if nll else None,
-            num_nll_tokens=rows.num_nll_tokens if nll else None,
-            cu_seqlens=rows.cu_seqlens,
-            aggregation=cfg.aggregation,
-            norm=self.norm if cfg.aggregation == "token_sum_norm" else None,
-            num_tokens=rows.num_tokens,
-            num_seqs=rows.num_seqs,
-            num_rows=rows.targets.numel(),
-        )
-        return StepLoss(output.loss, {"actor": output.metrics, **ratio_error(output.logprobs, rows)})
+        old = None if cfg.force_on_policy_ratio else rows.fields["old_logprobs"]
+        advantages = rows.fields["advantages"]
+        head = {"bias": bias, "temperature": self.temperature, "softcap": self.softcap}
+        options = {
+            "loss_type": cfg.type,
+            "clip_eps": cfg.ratio_clip_min,
+            "clip_eps_high": cfg.ratio_clip_max,
+            "dual_clip": cfg.ratio_clip_c,
+            "ent_coef": cfg.entropy_bonus,
+            "ref_logprobs": rows.fields["ref_logprobs"] if kl_coef else None,
+            "kl_coef": kl_coef,
+            "kl_type": cfg.reference_policy_kl_type,
+            "kl_grad": cfg.reference_policy_kl_gradient,
+            "rollout_logprobs": rows.fields["rollout_logprobs"] if corrected else None,
+            "is_correction": correction.type if corrected else None,
+            "is_bounds": self.is_bounds if corrected else None,
+            "nll_coef": nll,
+            "nll_mask": rows.positive if nll else None,
+            "num_nll_tokens": rows.num_nll_tokens if nll else None,
+            "cu_seqlens": rows.cu_seqlens,
+            "aggregation": cfg.aggregation,
+            "norm": self.norm if cfg.aggregation == "token_sum_norm" else None,
+            "num_tokens": rows.num_tokens,
+            "num_seqs": rows.num_seqs,
+        }
+        if self.min_new_tokens and self.stop_ids:
+            assert rows.turn_positions is not None
+            early = rows.turn_positions < self.min_new_tokens
+            logprobs, entropy = scored(hidden, weight, rows.targets, early, stop_ids=self.stop_ids, **head)
+            loss, metrics = fastppo.ppo_loss(logprobs, old, advantages, entropy=entropy, **options)
+        else:
+            loss, metrics, logprobs, _ = fastppo.linear_ppo_loss(
+                hidden, weight, rows.targets, old, advantages, num_rows=rows.targets.numel(), **head, **options
+            )
+        return StepLoss(loss, {"actor": metrics, **ratio_error(logprobs, rows)})
 
 
 class ValueLoss:

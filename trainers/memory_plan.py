@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from fastppo.ops.linear_loss import default_chunk
-from trainers.arithmetic import counted
 from trainers.backbone import autocast, decoder_of
+from trainers.batch_plan import counted
 from trainers.config import PeftConfig, PolicyConfig, ValueConfig
 from trainers.extras import require
 from trainers.policy.lora import Adapters

@@ -2,7 +2,6 @@
 
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,43 +17,43 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """What was generated and how it was judged. Means of [T] tensors are over the trained tokens."""
     mask, lengths = batch.mask, batch.response_lengths
     metrics = {
-        **_spread("critic/score", batch.raw_reward),
-        **_parts("critic/score", batch, std=True),
-        **_spread("response_length", lengths),
-        **_spread("prompt_length", batch.prompt_lengths),
-        "response_length/clip_ratio": _mean(batch.finish == FINISH.index("length")),
+        **spread("critic/score", batch.raw_reward),
+        **_parts("critic/score", batch),
+        **spread("response_length", lengths),
+        **spread("prompt_length", batch.prompt_lengths),
+        "response_length/clip_ratio": mean(batch.finish == FINISH.index("length")),
         "perf/total_num_tokens": float(batch.tokens.numel()),
     }
     if batch.turns is not None:
         metrics |= {
-            "rollout/turns_mean": _mean(batch.turns),
+            "rollout/turns_mean": mean(batch.turns),
             "rollout/turns_max": float(batch.turns.max()),
-            "rollout/observation_tokens_mean": _mean(batch.lengths - batch.prompt_lengths - lengths),
-            "rollout/natural_termination_rate": _mean(batch.ended == ENDINGS.index("done")),
-            "rollout/truncation_rate": _mean(batch.ended == ENDINGS.index("length")),
+            "rollout/observation_tokens_mean": mean(batch.lengths - batch.prompt_lengths - lengths),
+            "rollout/natural_termination_rate": mean(batch.ended == ENDINGS.index("done")),
+            "rollout/truncation_rate": mean(batch.ended == ENDINGS.index("length")),
         }
     if batch.old_logprobs is not None:
         difference = (batch.old_logprobs.exp() - batch.rollout_logprobs.exp())[mask].abs()
         apart, error = (batch.old_logprobs - batch.rollout_logprobs)[mask].double(), logprob_error(batch)
         metrics |= {
-            "actor/entropy": _mean(batch.entropy[mask]),
-            "training/rollout_probs_diff_mean": _mean(difference),
+            "actor/entropy": mean(batch.entropy[mask]),
+            "training/rollout_probs_diff_mean": mean(difference),
             "training/rollout_probs_diff_max": float(difference.max()),
-            "training/rollout_kl": _mean(apart.expm1() - apart),
-            "training/seq_logprob_error_mean": _mean(error),
+            "training/rollout_kl": mean(apart.expm1() - apart),
+            "training/seq_logprob_error_mean": mean(error),
             "training/seq_logprob_error_max": float(error.max()),
         }
     if batch.ref_logprobs is not None:
         kl = sequence_kl(batch)
-        metrics |= {"critic/kl/mean": _mean(kl), "critic/kl/max": float(kl.max())}
+        metrics |= {"critic/kl/mean": mean(kl), "critic/kl/max": float(kl.max())}
     trained = batch.trained
     metrics["training/empty_minibatches"] = float(batch.empty_minibatches)
     metrics["training/trained_samples"] = float((batch.trained_lengths > 0).sum())
     if batch.advantages is not None:
-        metrics |= _spread("critic/rewards", batch.per_sequence(batch.rewards))
+        metrics |= spread("critic/rewards", batch.per_sequence(batch.rewards))
         for name in ("advantages", "returns", "values"):
             if (per_token := getattr(batch, name)) is not None and bool(trained.any()):
-                metrics |= _spread(f"critic/{name}", per_token[trained])
+                metrics |= spread(f"critic/{name}", per_token[trained])
     return metrics | batch.metrics
 
 
@@ -79,26 +78,6 @@ def update_metrics(policy: list[StepMetrics], value: list[StepMetrics]) -> dict[
         metrics["actor/first_ratio_err_mean"] = total / count if count else 0.0
         metrics["actor/first_ratio_err_max"] = float(policy[0].sums["ratio_error_max"])
     return metrics
-
-
-def validation_metrics(
-    batch: RolloutBatch, metric_fn: Callable[..., Mapping[str, Sequence[float]]] | None = None
-) -> dict[str, float]:
-    """Scores and lengths; with `metric_fn` also the mean of each of its per-sample lists, as val/metrics/<name>."""
-    lengths = batch.response_lengths
-    texts = {
-        "samples": [sample.text for sample in batch.samples],
-        "prompts": [sample.prompt.text for sample in batch.samples],
-        "outputs": [sample.response for sample in batch.samples],
-    }
-    own = metric_fn(**texts) if metric_fn else {}
-    return {
-        **{f"val/metrics/{name}": _mean(torch.as_tensor(values)) for name, values in own.items()},
-        **_spread("val/score", batch.raw_reward),
-        **_parts("val/score", batch),
-        **_spread("val/response_length", lengths),
-        "val/response_length/clip_ratio": _mean(batch.finish == FINISH.index("length")),
-    }
 
 
 def token_table(
@@ -168,19 +147,19 @@ def memory_metrics() -> dict[str, float]:
     return metrics
 
 
-def _parts(name: str, batch: RolloutBatch, *, std: bool = False) -> dict[str, float]:
+def _parts(name: str, batch: RolloutBatch) -> dict[str, float]:
+    """With several rewards, each one's own."""
     metrics = {}
     for i, reward in enumerate(batch.reward_names):
         scores = batch.reward_parts[:, i]
-        metrics[f"{name}/{reward}/mean"] = _mean(scores)
-        if std:
-            metrics[f"{name}/{reward}/std"] = float(scores.double().std(correction=0))
+        metrics[f"{name}/{reward}/mean"] = mean(scores)
+        metrics[f"{name}/{reward}/std"] = float(scores.double().std(correction=0))
     return metrics
 
 
-def _mean(x: Tensor) -> float:
+def mean(x: Tensor) -> float:
     return float(x.double().mean())
 
 
-def _spread(name: str, x: Tensor) -> dict[str, float]:
-    return {f"{name}/mean": _mean(x), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}
+def spread(name: str, x: Tensor) -> dict[str, float]:
+    return {f"{name}/mean": mean(x), f"{name}/max": float(x.max()), f"{name}/min": float(x.min())}

@@ -30,8 +30,9 @@ def missing(source: str) -> str:
     return "" if path.exists() else "there is no such file"
 
 
-def read_rows(source: str) -> Rows:
-    """(place, row) of every row; the place is file:line of JSONL, else the row's number, counted from 0.
+def read_rows(source: str, key: str = "data.prompts") -> Rows:
+    """(place, row) of every row; the place is file:line of JSONL, else the row's number, counted from 0. `key` is the
+    setting that named the source, for errors.
 
     Raises:
         ValueError: a line that is not a JSON object, a file or dataset that cannot be read.
@@ -40,11 +41,11 @@ def read_rows(source: str) -> Rows:
     """
     if problem := missing(source):
         error = ValueError if source.startswith("hf:") else FileNotFoundError
-        raise error(f"data.prompts={source!r}: {problem}")
+        raise error(f"{key}={source!r}: {problem}")
     path = Path(source).expanduser()
     if not source.startswith("hf:") and path.is_file() and path.suffix != ".parquet":
         return _jsonl(path)
-    return _table_rows(source, _parquet(source) if path.suffix == ".parquet" else _dataset(source))
+    return _table_rows(source, _parquet(source, key) if path.suffix == ".parquet" else _dataset(source, key))
 
 
 def _jsonl(path: Path) -> Rows:
@@ -84,15 +85,15 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
-def _parquet(source: str) -> Any:
+def _parquet(source: str, key: str) -> Any:
     parquet = require("pyarrow.parquet", extra="data")
     try:
         return parquet.read_table(Path(source).expanduser())
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise ValueError(f"data.prompts={source!r} cannot be read as Parquet: {error}") from error
+        raise ValueError(f"{key}={source!r} cannot be read as Parquet: {error}") from error
 
 
-def _dataset(source: str) -> Any:
+def _dataset(source: str, key: str) -> Any:
     """The dataset as an Arrow table: its values as they are stored, no picture or sound decoded."""
     datasets = require("datasets", extra="data")
     try:
@@ -105,7 +106,7 @@ def _dataset(source: str) -> Any:
             dataset = datasets.load_from_disk(str(_split_folder(path) if _is_dict(path) else path))
         return dataset.with_format("arrow")[:]
     except Exception as error:  # of many kinds: the hub's, the network's, the files', a builder's own
-        raise ValueError(f"data.prompts={source!r} cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{key}={source!r} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _split_folder(path: Path) -> Path:

@@ -40,15 +40,28 @@ def load_prompts(data: DataConfig, environment: Environment) -> list[Prompt]:
         if not prompts:
             raise ValueError("the environment has no prompts of its own: set data.prompts to a JSONL file")
     else:
-        if getattr(environment, "own_prompts_only", False):
-            raise ValueError(
-                f"data.prompts={data.prompts!r}: this environment can only score its own prompts; leave it unset"
-            )
-        prompts = [_prompt_of(row, where, data.prompt_key) for where, row in read_rows(data.prompts)]
-        if not prompts:
-            raise ValueError(f"data.prompts={data.prompts!r} has no prompts")
+        prompts = _read(data.prompts, "data.prompts", data.prompt_key, environment)
     if hasattr(environment, "check_prompts"):
         environment.check_prompts(prompts)
+    return prompts
+
+
+def load_val_prompts(data: DataConfig, environment: Environment) -> list[Prompt]:
+    """The prompts of `data.val_prompts`, a source as that of `data.prompts`; none if it is not set."""
+    if data.val_prompts is None:
+        return []
+    prompts = _read(data.val_prompts, "data.val_prompts", data.prompt_key, environment)
+    if hasattr(environment, "check_prompts"):
+        environment.check_prompts(prompts)
+    return prompts
+
+
+def _read(source: str, key: str, prompt_key: str, environment: Environment) -> list[Prompt]:
+    if getattr(environment, "own_prompts_only", False):
+        raise ValueError(f"{key}={source!r}: this environment can only score its own prompts; leave it unset")
+    prompts = [_prompt_of(row, where, prompt_key) for where, row in read_rows(source, key)]
+    if not prompts:
+        raise ValueError(f"{key}={source!r} has no prompts")
     return prompts
 
 

@@ -21,12 +21,20 @@ OPTIMIZER: dict[str, Rule] = {
     "scheduler.min_lr_ratio": SHARE,
 }
 
+SAMPLING: dict[str, Rule] = {
+    "max_new_tokens": AT_LEAST_1,
+    "min_new_tokens": NOT_NEGATIVE,
+    "temperature": POSITIVE,
+    "top_p": ("> 0 and <= 1", lambda x: 0 < x <= 1),
+    "top_k": AT_LEAST_1,
+    "repetition_penalty": POSITIVE,
+}
+
 # Every number of the trees; a value of None (an option that is off) passes. ppo.X stands for reinforce.X as well.
 RANGES: dict[str, Rule] = {
     **{f"policy.{key}": rule for key, rule in OPTIMIZER.items()},
     **{f"value.{key}": rule for key, rule in OPTIMIZER.items()},
-    "policy.generation.max_new_tokens": AT_LEAST_1,
-    "policy.generation.temperature": POSITIVE,
+    **{f"policy.generation.{part}{key}": rule for part in ("", "val.") for key, rule in SAMPLING.items()},
     "policy.generation.max_batch_size": AT_LEAST_1,
     "policy.num_layers_unfrozen": ("-1 (everything) or >= 1", lambda x: x == -1 or x >= 1),
     "policy.max_total_sequence_length": AT_LEAST_1,
@@ -86,9 +94,11 @@ RANGES: dict[str, Rule] = {
     "ppo.max_first_ratio_error": POSITIVE,
     "ppo.val_period": NOT_NEGATIVE,
     "ppo.max_val_samples": AT_LEAST_1,
+    "ppo.val_batch_size": AT_LEAST_1,
     "ppo.seed": SEED,
     "logger.report_period": NOT_NEGATIVE,
     "logger.num_samples_to_print": NOT_NEGATIVE,
+    "logger.num_val_samples_to_print": NOT_NEGATIVE,
     "logger.samples_period": AT_LEAST_1,
     "logger.num_inspected_samples": NOT_NEGATIVE,
     "cluster.num_threads": AT_LEAST_1,

@@ -112,6 +112,13 @@ class RolloutBatch:
         """[B] float32: the sum of a [T] tensor over each sequence's sampled tokens."""
         return torch.zeros(len(self)).index_add(0, self.sequence_ids, torch.where(self.mask, per_token, 0.0))
 
+    @property
+    def turn_positions(self) -> Tensor:
+        """[T] int64: place of each sampled token in its own turn, a run of sampled tokens; 0 elsewhere."""
+        index = torch.arange(self.tokens.numel())
+        starts = torch.where(self.mask, 0, index + 1).cummax(0).values  # the place after the last unsampled token
+        return torch.where(self.mask, index - starts, 0)
+
     def last_selected(self) -> Tensor:
         """[B] int64: packed index of each sequence's last response token. Every sequence has one."""
         index = torch.where(self.mask, torch.arange(self.tokens.numel()), -1)
@@ -185,7 +192,7 @@ def generate(
     Raises:
         RewardError: an answer of the environment that cannot be used; it carries every sample as it was then.
     """
-    sampling = replace(Sampling.from_config(generation), greedy=greedy)
+    sampling = Sampling.from_config(generation, greedy=greedy)
     dialogues = [Dialogue.of(prompt) for prompt in prompts for _ in range(samples_per_prompt)]
     open_ids = list(range(len(dialogues)))
     for turn in range(max_turns):

@@ -13,27 +13,23 @@ from trainers.arithmetic import check, check_model
 from trainers.backbone import model_facts, pick_device, pick_dtype
 from trainers.batching import policy_minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
-from trainers.config import TrainerConfig
+from trainers.config import GenerationConfig, TrainerConfig
 from trainers.engines.native import NativeEngine
 from trainers.environments import Environment, Prompt, check_turns, make_environment
 from trainers.filtering import DynamicSampling, leave_out
 from trainers.logger import Logger
 from trainers.losses import JointLoss, PolicyLoss
-from trainers.metrics import (
-    memory_metrics,
-    rollout_metrics,
-    token_table,
-    update_metrics,
-    validation_metrics,
-)
+from trainers.metrics import memory_metrics, rollout_metrics, token_table, update_metrics
 from trainers.models import resolve_model
 from trainers.offload import check_device
 from trainers.optim import StepMetrics
 from trainers.policy.hf import HFPolicy
-from trainers.prompts import PromptLoader, load_prompts, tokenize_prompts
+from trainers.prompts import PromptLoader, TokenizedPrompt, load_prompts, load_val_prompts, tokenize_prompts
 from trainers.refit import refit
 from trainers.rollout import RolloutBatch, generate
 from trainers.run import Progress, Run, TrainingError, progress_from, training_record
+from trainers.sampling import of_validation
+from trainers.validation import validation_metrics, validation_rows
 
 
 class Trainer:
@@ -84,10 +80,11 @@ class Trainer:
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         tokenized = [
             tokenize_prompts(part, self.policy.tokenizer, config.data, vocab_size=vocab_size)
-            for part in (prompts, eval_prompts or [])
+            for part in (prompts, eval_prompts or load_val_prompts(config.data, self.environment))
         ]
-        check_model(config, self.policy.model.config, max(len(prompt.ids) for part in tokenized for prompt in part))
         self.eval_prompts = tokenized[1] or tokenized[0]
+        longest = (max(len(prompt.ids) for prompt in part) for part in (tokenized[0], self.eval_prompts))
+        check_model(config, self.policy.model.config, *longest)
         self.loader = PromptLoader(
             tokenized[0], self.sampling.prompts_per_draw, seed=self.cfg.seed, shuffle=config.data.shuffle
         )
@@ -109,6 +106,8 @@ class Trainer:
             norm_length=generation.max_new_tokens,
             softcap=self.policy.softcap,
             kl=self.kl,
+            min_new_tokens=generation.min_new_tokens,
+            stop_ids=self.policy.stop_ids,
         )
         self.policy_clip = loss.ratio_bounds
         self.policy_loss: PolicyLoss | JointLoss = loss
@@ -145,11 +144,18 @@ class Trainer:
                 self._score(batch.greedy)
             return self._score(batch)
 
-    def _generate(self, prompts: Sequence[Any], samples_per_prompt: int, step: int, **how: Any) -> RolloutBatch:
+    def _generate(
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        samples_per_prompt: int,
+        step: int,
+        generation: GenerationConfig | None = None,
+        **how: Any,
+    ) -> RolloutBatch:
         return generate(
             self.engine,
             prompts,
-            self.config.policy.generation,
+            generation or self.config.policy.generation,
             self.policy.tokenizer,
             samples_per_prompt=samples_per_prompt,
             seed=self.cfg.seed,
@@ -208,14 +214,21 @@ class Trainer:
         if not due[when]:
             return {}
         with self.run.timer("testing"), self.saved_on_failure():
-            batch = self._generate(self.eval_prompts[: cfg.max_val_samples], 1, step=-1)
-            metrics = validation_metrics(self._score(batch), self.metric_fn)
+            prompts = self.eval_prompts[: cfg.max_val_samples]
+            rows = validation_rows(prompts, self._validation_batch, batch_size=cfg.val_batch_size)
+            metrics = validation_metrics(rows, self.metric_fn)
         if when != "now":
-            self.logger.validation(step, metrics)
+            self.logger.validation(step, metrics, rows)
             self.validated_step = step
             self.progress.validated(metrics)
             self.rank_saved()
         return metrics
+
+    def _validation_batch(self, prompts: Sequence[TokenizedPrompt], first: int) -> RolloutBatch:
+        """One scored response to each; `first`: their place among the validation prompts."""
+        generation = of_validation(self.config.policy.generation)
+        batch = self._generate(prompts, 1, step=-1, generation=generation, first_sample=first)
+        return self._score(batch)
 
     def log(
         self, batch: RolloutBatch, policy_steps: list[StepMetrics], value_steps: list[StepMetrics], refit_bytes: int

@@ -6,7 +6,7 @@ under the distribution that sampled it and the version of the weights that did.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,21 @@ from trainers.config import GenerationConfig
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling distribution softmax(logits / temperature), and what ends a response."""
+    """The sampling distribution, and what ends a response.
+
+    Logits pass through these in order, each as transformers and vLLM define it: repetition penalty over the tokens of
+    prompt and response, removal of the stop ids while the response is shorter than `min_new_tokens`, temperature, then
+    the `top_k` most likely tokens (None: all), then of those the fewest, most likely first, that reach `top_p`
+    together. `greedy` takes the most likely token that is left; its log-prob is of the distribution all the same.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
     greedy: bool = False
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
@@ -30,11 +40,24 @@ class Sampling:
         return cls(
             max_new_tokens=generation.max_new_tokens,
             temperature=generation.temperature,
-            greedy=greedy,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            greedy=greedy or generation.greedy,
+            min_new_tokens=generation.min_new_tokens,
+            repetition_penalty=generation.repetition_penalty,
             ignore_eos=generation.ignore_eos,
             stop_token_ids=tuple(generation.stop_token_ids),
             stop_strings=tuple(generation.stop_strings),
         )
+
+
+def stop_ids(sampling: Sampling | GenerationConfig, model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens of a Hugging Face model's vocabulary that end a response, ascending."""
+    ids = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        known = model.generation_config.eos_token_id if model.generation_config is not None else None
+        ids |= {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
+    return tuple(sorted(i for i in ids if i < model.get_input_embeddings().num_embeddings))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from trainers.engines import Completion, Manifest, Sampling
+from trainers.engines import Completion, Manifest, Sampling, stop_ids
 from trainers.packed_attention import own_attention
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -57,7 +57,7 @@ class NativeEngine:
 
     def _decode(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         device = self.model.device
-        stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self._eos_ids())
+        stops = stop_ids(sampling, self.model, self.tokenizer)
         uniforms = torch.stack(
             [torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=_generator(seed)) for seed in seeds]
         ).to(device)
@@ -72,6 +72,7 @@ class NativeEngine:
         cache = DynamicCache(config=self.model.config)
         # As an index, not as the number 1: a slice is not contiguous, and then the head's weight is copied per row.
         last = torch.tensor([-1], device=device)
+        seen = self._seen(prompts) if sampling.repetition_penalty != 1 else None
 
         tokens: list[list[int]] = [[] for _ in prompts]
         logprobs: list[list[float]] = [[] for _ in prompts]
@@ -86,22 +87,28 @@ class NativeEngine:
                 logits_to_keep=last,
                 **{self.cache_argument: cache},
             )
-            chosen, logprob = _sample(output.logits[:, -1], sampling, uniforms[:, i])
+            early = i < sampling.min_new_tokens
+            removed = stops if early else ()
+            chosen, logprob = _sample(output.logits[:, -1], sampling, uniforms[:, i], seen=seen, removed=removed)
+            checked = sampling.stop_strings if i + 1 >= sampling.min_new_tokens else ()
             keep = []
             for row, (token, lp) in enumerate(zip(chosen.tolist(), logprob.tolist(), strict=True)):
                 request = active[row]
                 tokens[request].append(token)
                 logprobs[request].append(lp)
-                if token in stop_ids or self._spells_stop(tokens[request], sampling.stop_strings):
+                if token in stops or self._spells_stop(tokens[request], checked):
                     finish[request] = "stop"
                 else:
                     keep.append(row)
             if not keep or i + 1 == sampling.max_new_tokens:
                 break
+            if seen is not None:
+                seen.scatter_(1, chosen[:, None], True)
             if len(keep) < len(active):
                 index = torch.tensor(keep, device=device)
                 cache.reorder_cache(index)
                 chosen, attention, positions, uniforms = (x[index] for x in (chosen, attention, positions, uniforms))
+                seen = None if seen is None else seen[index]
                 active = [active[row] for row in keep]
             ids, positions = chosen[:, None], positions[:, -1:] + 1
         return [Completion(t, lp, f, self.version) for t, lp, f in zip(tokens, logprobs, finish, strict=True)]
@@ -148,10 +155,12 @@ class NativeEngine:
     def close(self) -> None:
         self.parameters = {}
 
-    def _eos_ids(self) -> set[int]:
-        ids = self.model.generation_config.eos_token_id if self.model.generation_config is not None else None
-        listed = ids if isinstance(ids, list) else [ids]
-        return {i for i in [*listed, self.tokenizer.eos_token_id] if i is not None}
+    def _seen(self, prompts: list[list[int]]) -> Tensor:
+        """[B, V] bool: the tokens of each prompt, padding not among them."""
+        seen = torch.zeros(len(prompts), self.model.get_input_embeddings().num_embeddings, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            seen[row, prompt] = True
+        return seen.to(self.model.device)
 
     def _spells_stop(self, tokens: list[int], stop_strings: tuple[str, ...]) -> bool:
         if not stop_strings:
@@ -178,10 +187,17 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _sample(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _sample(
+    logits: Tensor,
+    sampling: Sampling,
+    uniform: Tensor,
+    *,
+    seen: Tensor | None = None,
+    removed: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
     """[B, V] logits, [B] uniform numbers -> token ids [B] and their log-probs [B] (float64 sums: V may be 250,000)."""
-    scaled = logits.float() / sampling.temperature
-    weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
+    scores = _scores(logits, sampling, seen, removed)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     if not bool(torch.isfinite(total).all()):
@@ -194,3 +210,26 @@ def _sample(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Tensor
         chosen = chosen.clamp(max=logits.shape[-1] - 1)
     picked = weights.gather(-1, chosen[:, None]).squeeze(-1)
     return chosen, (picked.double().log() - total.log()).float()
+
+
+def _scores(logits: Tensor, sampling: Sampling, seen: Tensor | None, removed: Sequence[int]) -> Tensor:
+    """[B, V] float32 whose softmax is the sampling distribution; -inf where a token cannot be sampled.
+
+    seen: [B, V] bool, the tokens that the repetition penalty is for; removed: ids that are left out of every row.
+    """
+    scores = logits.float()
+    if seen is not None:
+        penalty = sampling.repetition_penalty
+        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    if removed:
+        scores = scores.index_fill(-1, torch.tensor(removed, device=scores.device), -torch.inf)
+    scores = scores / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
+        kth = scores.topk(sampling.top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < kth, -torch.inf)  # what ties with the last one stays
+    if sampling.top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+        probs = ordered.double().softmax(-1)
+        enough = probs.cumsum(-1) - probs >= sampling.top_p  # what is more likely suffices; never so for the first
+        scores = scores.scatter(-1, order, ordered.masked_fill(enough, -torch.inf))
+    return scores

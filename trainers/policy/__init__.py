@@ -14,6 +14,7 @@ from trainers.rollout import RolloutBatch
 
 class Policy(Protocol):
     tokenizer: Any
+    stop_ids: tuple[int, ...]  # the tokens that end a response; those before `min_new_tokens` are scored without them
 
     def score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
         """Fields of the batch, no gradient. want: of "old_logprobs" (with "entropy"), "ref_logprobs", "values"."""

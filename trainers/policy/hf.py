@@ -20,9 +20,9 @@ import fastppo
 from trainers.backbone import SplitTransformer, View, autocast, checkpoint_layers, load_model, quiet
 from trainers.batching import micro_batches, score_parts, split
 from trainers.config import PolicyConfig
-from trainers.engines import Manifest, TensorSpec
+from trainers.engines import Manifest, TensorSpec, stop_ids
 from trainers.engines.native import share_parameters
-from trainers.losses import JointLoss, PolicyLoss, SelectedRows
+from trainers.losses import JointLoss, PolicyLoss, SelectedRows, scored
 from trainers.optim import Optimizer, StepMetrics, add_metrics, step_all
 from trainers.policy.lora import Adapters
 from trainers.policy.reference import make_reference
@@ -43,6 +43,11 @@ class HFPolicy:
             checkpoint_layers(model, "policy.gradient_checkpointing")
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
         self._check_head()
+        if cfg.generation.min_new_tokens and not (self.stop_ids or cfg.generation.stop_strings):
+            raise ValueError(
+                f"policy.generation.min_new_tokens={cfg.generation.min_new_tokens} has no effect: the model has no "
+                "end-of-sequence token, and there are no stop_token_ids and stop_strings"
+            )
         if reference:
             self.reference = make_reference(cfg.reference, self.backbone, self.adapters)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -72,8 +77,8 @@ class HFPolicy:
             out["trunk_hidden"] = view.unpad(trunk)
         hidden = self.backbone.hidden(view.ids, trunk, **view.where).flatten(0, 1)
         if "old_logprobs" in want:
-            scored = self._logprobs(hidden[view.before], self.head, batch.tokens[view.selected])
-            out["old_logprobs"], out["entropy"] = view.scatter(scored.logprobs), view.scatter(scored.entropy)
+            output = self._logprobs(hidden[view.before], self.head, batch, view)
+            out["old_logprobs"], out["entropy"] = view.scatter(output.logprobs), view.scatter(output.entropy)
         if "values" in want:
             head = self.heads["critic"]
             out["values"], out["next_values"] = view.scatter(head(hidden[view.before])), head(hidden[view.last]).cpu()
@@ -82,8 +87,7 @@ class HFPolicy:
     def _score_reference(self, batch: RolloutBatch, top: nn.Module, head: nn.Module) -> dict[str, Tensor]:
         view = self.backbone.view(batch, self.device)
         hidden = self.backbone.hidden(view.ids, self._trunk(view), top, **view.where).flatten(0, 1)
-        scored = self._logprobs(hidden[view.before], head, batch.tokens[view.selected])
-        return {"ref_logprobs": view.scatter(scored.logprobs)}
+        return {"ref_logprobs": view.scatter(self._logprobs(hidden[view.before], head, batch, view).logprobs)}
 
     def train_step(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> StepMetrics:
         return StepMetrics(self.gradients(minibatch, loss), step_all(self.optimizers))
@@ -112,16 +116,24 @@ class HFPolicy:
         kept = view.trunk_hidden
         return kept if kept is not None else self.backbone.trunk_hidden(view.ids, **view.where)
 
-    def _logprobs(self, hidden: Tensor, head: nn.Module, targets: Tensor) -> fastppo.LogprobOutput:
+    def _logprobs(self, hidden: Tensor, head: nn.Module, batch: RolloutBatch, view: View) -> fastppo.LogprobOutput:
+        generation = self.cfg.generation
         with autocast(self.dtype, self.device):
-            return fastppo.linear_logprob(
+            return scored(
                 hidden,
                 head.weight,
-                targets.to(self.device),
+                batch.tokens[view.selected].to(self.device),
+                batch.turn_positions[view.selected] < generation.min_new_tokens,
+                stop_ids=self.stop_ids,
                 bias=getattr(head, "bias", None),
-                temperature=self.cfg.generation.temperature,
+                temperature=generation.temperature,
                 softcap=self.softcap,
             )
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a response: the first `min_new_tokens` of a turn are sampled and scored without them."""
+        return stop_ids(self.cfg.generation, self.model, self.tokenizer)
 
     @torch.no_grad()
     def _check_head(self) -> None:
