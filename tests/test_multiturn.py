@@ -359,7 +359,8 @@ def test_reinforce_runs_in_turns_and_compares_with_a_greedy_dialogue(tmp_path):
     assert row["training/rollout_probs_diff_max"] < 1e-5 and row["rollout/turns_max"] <= 2
 
 
-@pytest.mark.slow  # 30 s
+@pytest.mark.slow  # 30 s each, minutes where cores are shared
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_policy_learns_to_use_a_tool(tmp_path, seed):
     """Without the observation no policy is above 0.5 + 0.5 / 6: the value is drawn anew for each task."""
