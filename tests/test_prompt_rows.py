@@ -164,7 +164,7 @@ def test_metadata_can_be_saved_and_dumped(tmp_path):
     assert torch.load(tmp_path / "state.pt", weights_only=True)["metadata"] == EXPECTED[0].metadata
     batch = pack([[5]], [Completion([8], [-1.0], "stop", 0)])
     batch.samples = [Sample(Prompt("x", {"day": datetime.date(2024, 2, 29)}), (5,), (8,), "x", "stop")]
-    dump(batch, tmp_path / "failed.jsonl")
+    dump(batch.samples, tmp_path / "failed.jsonl")
     assert json.loads((tmp_path / "failed.jsonl").read_text())["prompt"]["metadata"] == {"day": "2024-02-29"}
 
 

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainers import checkpointing_rules
 from trainers.algorithm_rules import Rule, needed_rules, unused_rules
 from trainers.batch_plan import BatchPlan
 from trainers.config import TrainerConfig, walk
 from trainers.config_types import expected, fits, named, one_of, shown
-from trainers.deadline import seconds_of
 from trainers.environments import NAMES, has_settings, nearest
-from trainers.logger import METRICS
 from trainers.prompt_rows import missing
 from trainers.ranges import RANGES
 from trainers.sampling import of_validation, sampling_problems
@@ -144,16 +143,7 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
     for key, source in (("prompts", config.data.prompts), ("val_prompts", config.data.val_prompts)):
         if source is not None and (problem := missing(source)):
             yield f"data.{key}={source}: {problem}"
-    if (limit := config.checkpointing.checkpoint_must_save_by) is not None:
-        try:
-            seconds_of(limit)
-        except ValueError as error:
-            yield f"checkpointing.checkpoint_must_save_by={limit}: {error}"
-    if (name := config.checkpointing.metric_name) is not None and not is_metric(name):
-        yield (
-            f"checkpointing.metric_name={name}: expected a name of metrics.jsonl (docs/metrics.md), such as "
-            f"val/score/mean or critic/score/mean{nearest(name, sorted(METRICS))}"
-        )
+    yield from checkpointing_rules.malformed(config)
     resume = config.checkpointing.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         yield f"checkpointing.resume={resume}: expected auto, never or a checkpoint's folder; there is no such folder"
@@ -277,19 +267,7 @@ def needed(config: TrainerConfig) -> Iterator[str]:
         )
     if config.data.chat_template and config.data.overlong_prompts == "truncate":
         yield "data.overlong_prompts=truncate would cut the tokens of data.chat_template=true: use drop or error"
-    saving = config.checkpointing
-    if bool(saving.keep_top_k) != (saving.metric_name is not None):
-        option, other = "keep_top_k", "metric_name"
-        if saving.metric_name is not None:
-            option, other = other, option
-        yield f"checkpointing.{option}={shown(getattr(saving, option))} needs checkpointing.{other}"
-    elif saving.metric_name is not None and saving.metric_name.startswith("val/"):
-        period = config.algorithm.val_period
-        if not period or saving.save_period % period:
-            yield (
-                f"checkpointing.metric_name={saving.metric_name} needs a validation of every checkpoint: "
-                f"{config.name}.val_period={period} must divide checkpointing.save_period={saving.save_period}"
-            )
+    yield from checkpointing_rules.needed(config)
     for key, part in trained_parts(config):
         if part.scheduler.name != "constant" and part.scheduler.decay_steps is None:
             yield (
@@ -309,11 +287,6 @@ def longest_sequence(config: TrainerConfig) -> tuple[int, str]:
 def trained_parts(config: TrainerConfig) -> list[tuple[str, Any]]:
     """(block, settings) of what has an optimizer."""
     return [("policy", config.policy)] + ([("value", config.critic)] if config.critic is not None else [])
-
-
-def is_metric(name: str) -> bool:
-    """Whether a run may log it; those under env/ and val/metrics/ are the environment's and the caller's own."""
-    return name in METRICS or name.startswith(("env/", "val/metrics/"))
 
 
 def generated_tasks(config: TrainerConfig) -> bool:
