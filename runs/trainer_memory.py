@@ -85,7 +85,7 @@ def step(loss: str, settings: list[str]) -> None:
 
     if loss == "whole":
         fastppo.linear_ppo_loss = whole_logits_loss  # type: ignore[assignment]
-    from trainers.run import launch
+    from trainers.launch import launch
 
     raise SystemExit(launch("ppo", "PPOTrainer", __doc__ or "", settings))
 

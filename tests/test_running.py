@@ -12,6 +12,7 @@ from tests.test_ppo import LOCAL, command, lines, small
 from trainers import deadline, run
 from trainers.checkpoint import listed
 from trainers.deadline import Deadline, process_seconds, seconds_of
+from trainers.launch import launch
 from trainers.out_of_memory import is_out_of_memory
 from trainers.ppo import PPOTrainer
 from trainers.run import TrainingError
@@ -97,7 +98,7 @@ def test_the_last_checkpoint_is_there_before_the_deadline(tmp_path, clock, monke
 
 def test_a_run_over_its_deadline_exits_0_and_goes_on_later(tmp_path, capsys):
     limit = "checkpointing.checkpoint_must_save_by=00:00:01"  # over before the models are there
-    assert run.launch("ppo", "PPOTrainer", "", [*command(tmp_path)[3:], limit]) == 0
+    assert launch("ppo", "PPOTrainer", "", [*command(tmp_path)[3:], limit]) == 0
     assert "0 s are left" in capsys.readouterr().out
     assert [path.name for path in listed(tmp_path / "checkpoints")] == ["step_0"]
     trainer = PPOTrainer(small(tmp_path, policy__model_name=tiny.tiny_model(), env__size=64, ppo__max_num_steps=2))
@@ -171,6 +172,6 @@ def test_a_model_that_does_not_fit_is_exit_2(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(trainers.trainer, "HFPolicy", failing(cpu()))
     arguments = command(tmp_path)[3:]
-    assert run.launch("ppo", "PPOTrainer", "", arguments) == 2
+    assert launch("ppo", "PPOTrainer", "", arguments) == 2
     error = capsys.readouterr().err
     assert "error: out of memory in loading the models: no setting bounds this stage alone" in error

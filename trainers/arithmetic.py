@@ -13,7 +13,7 @@ from typing import Any
 
 from trainers import checkpointing_rules
 from trainers.algorithm_rules import Rule, needed_rules, unused_rules
-from trainers.batch_plan import BatchPlan
+from trainers.batch_plan import BatchPlan, launched_ranks
 from trainers.config import TrainerConfig, walk
 from trainers.config_types import expected, fits, named, one_of, shown
 from trainers.environments import NAMES, has_settings, nearest
@@ -165,6 +165,11 @@ def uneven_batches(config: TrainerConfig) -> Iterator[str]:
         budget = part.max_tokens_per_micro_batch
         if budget is not None and budget < longest:
             yield f"{key}.max_tokens_per_micro_batch={budget} is less than the longest sequence: {why} tokens"
+        if (ranks := launched_ranks()) > part.train_global_batch_size:
+            yield (
+                f"{key}.train_global_batch_size={part.train_global_batch_size} sequences an optimizer step are fewer "
+                f"than the {ranks} ranks that torchrun started: each needs at least one"
+            )
         if budget is None and part.train_micro_batch_size > part.train_global_batch_size:
             yield (
                 f"{key}.train_micro_batch_size={part.train_micro_batch_size} is larger than "

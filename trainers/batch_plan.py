@@ -1,5 +1,6 @@
 """The counts of a run that follow from its settings, and the words for them."""
 
+import os
 from dataclasses import dataclass
 
 
@@ -98,6 +99,11 @@ class BatchPlan:
         if self.value_batch:
             total += f", {self.total_value_steps:,} of the critic"
         return "\n".join([*lines, total])
+
+
+def launched_ranks() -> int:
+    """The ranks that torchrun started, known before they have joined."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def counted(n: int, noun: str, plural: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Rollout -> minibatches of one optimizer step each -> micro-batches of one forward and backward pass each.
+"""Rollout -> minibatches of one optimizer step each, this rank's part of them -> micro-batches of one pass each.
 
 A minibatch carries the counts its losses are divided by (selected tokens, sequences with at least one), taken before
 it is cut further: however it is cut, the same numbers come out.
@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from trainers import dist
 from trainers.config import TrainerConfig
 from trainers.optim import StepMetrics
 from trainers.rollout import RolloutBatch, hash64
@@ -22,9 +23,17 @@ def minibatches(batch: RolloutBatch, size: int, *, seed: int, step: int, epoch: 
     trained = batch.trained_lengths > 0
     for rows in torch.randperm(len(batch), generator=generator).split(size):
         if len(rows := rows[trained[rows]]):
-            yield count(batch.select(rows))
+            whole = count(batch.select(rows))
+            batch.rank_imbalance.append(dist.imbalance(whole.lengths))
+            yield whole if dist.size() == 1 else part_of(whole, torch.tensor(dist.rows(whole.lengths)))
         else:
             batch.empty_minibatches += 1
+
+
+def part_of(minibatch: RolloutBatch, rows: Tensor) -> RolloutBatch:
+    """Some sequences of an optimizer step, with the counts of the whole."""
+    counts = {name: getattr(minibatch, name) for name in ("num_tokens", "num_seqs", "num_nll_tokens")}
+    return replace(minibatch.select(rows), **counts)
 
 
 def policy_minibatches(
@@ -52,6 +61,8 @@ def split(batch: RolloutBatch, rows: int, max_tokens: int | None = None, packing
     Raises:
         ValueError: a sequence of more than `max_tokens`.
     """
+    if not len(batch):  # a rank without a sequence of this minibatch
+        return []
     if max_tokens is None:
         return list(torch.arange(len(batch)).split(rows))
     lengths = batch.lengths.tolist()
@@ -74,26 +85,34 @@ def micro_batches(
     minibatch: RolloutBatch, rows: int, max_tokens: int | None = None, packing: bool = False
 ) -> Iterator[RolloutBatch]:
     """The parts of one optimizer step, each with the counts of the whole; see split()."""
-    counts = {name: getattr(minibatch, name) for name in ("num_tokens", "num_seqs", "num_nll_tokens")}
     for part in split(minibatch, rows, max_tokens, packing):
-        yield replace(minibatch.select(part), **counts)
+        yield part_of(minibatch, part)
 
 
 def score_parts(
     batch: RolloutBatch, parts: Sequence[Tensor], score: Callable[[RolloutBatch], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """What `score` finds for each part, [T, ...] or [B, ...] as the fields of a batch are, in the batch's own order."""
+    """What `score` finds for each part, [T, ...] or [B, ...] as the fields of a batch are, in the batch's own order.
+
+    The parts are spread over the ranks by their tokens, and every rank gets the whole. Only the trunk's output, which
+    is as large as all else together, does not travel: with several ranks training computes it again.
+    """
+    mine = dist.rows(torch.tensor([int(batch.lengths[rows].sum()) for rows in parts], dtype=torch.int64))
+    found = [(i, score(batch.select(parts[i]))) for i in mine]
+    if dist.size() > 1:
+        found = [(i, {name: x for name, x in each.items() if name != "trunk_hidden"}) for i, each in found]
     per = {field.name: field.metadata.get("per") for field in fields(RolloutBatch)}
     size = {"token": batch.tokens.numel(), "sequence": len(batch)}
     out: dict[str, Tensor] = {}
-    for rows in parts:
+    for i, each in (pair for pairs in dist.gather(found) for pair in pairs):
+        rows = parts[i]
         part = batch.select(rows)
         starts = batch.cu_seqlens[:-1][rows][part.sequence_ids]
         place = {"token": starts + part.positions, "sequence": rows}
-        for name, found in score(part).items():
+        for name, value in each.items():
             if name not in out:
-                out[name] = found.new_empty(size[per[name]], *found.shape[1:])
-            out[name][place[per[name]]] = found
+                out[name] = value.new_empty(size[per[name]], *value.shape[1:])
+            out[name][place[per[name]]] = value
     return out
 
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m trainers.ppo [config=FILE] [key=value ...] [--help] [--print-config] [--dry-run]`.
+"""The command line: `python -m trainers.ppo [config=FILE] [key=value ...] [--help] [--dry-run] ...`.
 
 Neither torch nor transformers is imported here, so that `--help` and a mistake answer at once.
 """
@@ -28,7 +28,7 @@ __all__ = [
     "save_config",
 ]
 
-FLAGS = ("--help", "-h", "--print-config", "--dry-run")
+FLAGS = ("--help", "-h", "--print-config", "--dry-run", "--doctor")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Arguments:
     plan: BatchPlan
     print_config: bool
     dry_run: bool
+    doctor: bool = False
 
 
 def parse(
@@ -57,7 +58,7 @@ def parse(
     with exit_on_error(prog):
         source, overrides = split_arguments(argv, known_keys(config_class))
         config = load_config(source, overrides, config_class)
-        return Arguments(config, check(config), "--print-config" in argv, "--dry-run" in argv)
+        return Arguments(config, check(config), "--print-config" in argv, "--dry-run" in argv, "--doctor" in argv)
 
 
 def answer(arguments: Arguments, *, prog: str) -> bool:

@@ -284,6 +284,10 @@ class LoggerConfig:
 @dataclass
 class ClusterConfig:
     device: str = opt("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
+    rank_timeout_s: float = opt(
+        1800.0, "under torchrun: seconds that a rank waits for the others, as for a slow reward, before it gives up",
+        free=True,
+    )  # fmt: skip
     num_threads: int | None = opt(
         None, "CPU threads of torch and of fastppo's kernels; default: torch's own choice", free=True
     )

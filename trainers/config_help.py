@@ -10,7 +10,7 @@ from trainers.config import walk
 from trainers.config_types import shown
 
 USAGE = """\
-usage: {prog} [config=FILE.yaml or recipe] [key=value ...] [--help] [--print-config] [--dry-run]
+usage: {prog} [config=FILE.yaml or recipe] [key=value ...] [--help] [--print-config] [--dry-run] [--doctor]
 
 {description}
 
@@ -18,6 +18,7 @@ usage: {prog} [config=FILE.yaml or recipe] [key=value ...] [--help] [--print-con
   key=value      change one setting; the value is YAML: 0.1, true, null, [0.9, 0.99], "{{name: 1}}"
   --print-config print the settings as YAML, which config= takes, and stop
   --dry-run      check the settings, print the plan of the run and the model's size, and stop
+  --doctor       make one step, look for what commonly goes wrong in it, say so in words, and stop: 0 if all is well
 """
 
 MARKDOWN = """\

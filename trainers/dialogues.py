@@ -13,6 +13,8 @@ from typing import Any
 
 from trainers.engines import Completion, Engine, Sampling
 from trainers.environments import Environment, Message, RewardError, Sample, Turn
+from trainers.environments.asking import LateRewardError
+from trainers.environments.deadline import TooLate, call_within
 from trainers.prompts import TokenizedPrompt
 
 ENDINGS = ("done", "turns", "length")  # codes of RolloutBatch.ended: by the environment, turns used up, row full
@@ -120,18 +122,20 @@ def read_turns(
     *,
     last: bool,
     max_length: int | None,
+    timeout_s: float | None = None,
 ) -> None:
     """The environment's answer to each dialogue; those that it or the limits end have `ended` set.
 
     Args:
         last: no turn of the policy follows.
+        timeout_s: seconds that `step` may take; None: no limit.
         max_length: tokens of a row. An observation that leaves no room for another token is cut there.
 
     Raises:
         RewardError: `step` raised, or its answer is not one that can be trained on.
     """
     samples = [dialogue.sample(tokenizer) for dialogue in dialogues]
-    for dialogue, turn, sample in zip(dialogues, ask(environment, samples), samples, strict=True):
+    for dialogue, turn, sample in zip(dialogues, ask(environment, samples, timeout_s), samples, strict=True):
         ids, reward = checked(turn, tokenizer, sample)
         dialogue.reward += reward
         dialogue.metadata = dialogue.metadata if turn.metadata is None else turn.metadata
@@ -152,9 +156,12 @@ def read_turns(
                 dialogue.messages.append(Message("environment", tuple(kept), text))
 
 
-def ask(environment: Environment, samples: Sequence[Sample]) -> list[Turn]:
+def ask(environment: Environment, samples: Sequence[Sample], timeout_s: float | None = None) -> list[Turn]:
     try:
-        turns = list(environment.step(samples))
+        turns = list(call_within(timeout_s, environment.step, samples))
+    except TooLate as error:
+        late = f"the environment's step did not answer within env.timeout_s={timeout_s:g} seconds"
+        raise LateRewardError(late) from error
     except Exception as error:
         raise RewardError(f"the environment's step failed: {type(error).__name__}: {error}") from error
     if len(turns) != len(samples):

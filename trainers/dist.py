@@ -17,21 +17,22 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
+from trainers.batch_plan import launched_ranks
+from trainers.config import ClusterConfig
+
 T = TypeVar("T")
-TIMEOUT_S = 1800  # a rank may wait this long for a slow reward of another
 
 
-def start(device: str) -> None:
+def start(cluster: ClusterConfig) -> None:
     """Join the other ranks, if torchrun started this process; before the first call of any other function here."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or torch_dist.is_initialized():
+    if launched_ranks() == 1 or torch_dist.is_initialized():
         return
-    if device != "cpu" and torch.cuda.is_available():
+    if cluster.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    seconds = float(os.environ.get("FASTPPO_DIST_TIMEOUT", TIMEOUT_S))
-    torch_dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    torch_dist.init_process_group(backend, timeout=timedelta(seconds=cluster.rank_timeout_s))
 
 
 def stop() -> None:
@@ -76,7 +77,8 @@ def rows(weights: Tensor) -> list[int]:
 
 def imbalance(weights: Tensor) -> float:
     """The heaviest rank's total over the mean, 1 if all are equal."""
-    totals = [sum(weights[i].item() for i in indices) for indices in balanced(weights.tolist(), size())]
+    values = weights.tolist()
+    totals = [sum(values[i] for i in indices) for indices in balanced(values, size())]
     return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
 
 

@@ -62,7 +62,7 @@ METRICS: dict[str, str] = {
     **_stats("training", "probability", "rollout_probs_diff_mean rollout_probs_diff_max"),
     **{"training/rollout_kl": "nats/token", **_stats("training", "", "seq_logprob_error_mean seq_logprob_error_max")},
     **_stats("training", "sequences", "trained_samples overlong_filtered mismatch_filtered"),
-    "training/empty_minibatches": "minibatches",
+    **{"training/empty_minibatches": "minibatches", "perf/rank_imbalance": ""},
     "dynamic_sampling/gen_batches": "draws",
     **_stats("dynamic_sampling", "prompts", "drawn_prompts equal_prompts surplus_prompts carried_prompts"),
     "dynamic_sampling/score_mean": "score",
@@ -209,6 +209,28 @@ class Logger:
         text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
         text = text.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
         return require("rich.text").Text(text)
+
+
+class SilentLogger:
+    """What the ranks beside the main one have in a Logger's place."""
+
+    def __init__(self, run_dir: Path, cfg: LoggerConfig, **_: Any) -> None:
+        """Takes what a Logger takes, and writes nothing."""
+
+    def __enter__(self) -> "SilentLogger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See Logger."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """See Logger."""
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """See Logger."""
+
+    def validation(self, step: int, metrics: dict[str, float], rows: Sequence[dict[str, Any]] = ()) -> None:
+        """See Logger."""
 
 
 def console_line(step: int, max_steps: int, metrics: dict[str, float], *, seconds: float, eta: float) -> str:

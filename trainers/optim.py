@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainers import offload
+from trainers import dist, offload
 from trainers.config import OptimizerConfig, SchedulerConfig
 
 
@@ -76,6 +76,7 @@ def step_all(optimizers: dict[str, Optimizer]) -> dict[str, dict[str, float]]:
 
     A step that is left out is left out whole (no momentum, decay or schedule) and counted.
     """
+    dist.sum_gradients(parameter for optimizer in optimizers.values() for parameter in optimizer.parameters)
     norms = {name: optimizer.clip() for name, optimizer in optimizers.items()}
     finite = all(map(math.isfinite, norms.values()))
     report = {}

@@ -10,7 +10,7 @@ What is not here: remote critics, models that no single device holds.
 """
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
-    from trainers.run import launch
+    from trainers.launch import launch
 
     raise SystemExit(launch("ppo", "PPOTrainer", __doc__))
 

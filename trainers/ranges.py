@@ -102,6 +102,7 @@ RANGES: dict[str, Rule] = {
     "logger.samples_period": AT_LEAST_1,
     "logger.num_inspected_samples": NOT_NEGATIVE,
     "cluster.num_threads": AT_LEAST_1,
+    "cluster.rank_timeout_s": POSITIVE,
     "cluster.device_memory_gb": POSITIVE,
     "checkpointing.save_period": AT_LEAST_1,
     "checkpointing.keep_last_k": NOT_NEGATIVE,

@@ -9,7 +9,7 @@ the other responses to the prompt earned as the baseline, then update the policy
 """
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
-    from trainers.run import launch
+    from trainers.launch import launch
 
     raise SystemExit(launch("reinforce", "ReinforceTrainer", __doc__))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainers import dist
 from trainers.config import GenerationConfig
 from trainers.dialogues import ENDINGS, Dialogue, Row, read_turns, write_turn
 from trainers.engines import Completion, Engine, Sampling
@@ -65,6 +66,7 @@ class RolloutBatch:
     num_tokens: int | None = None  # trained tokens of the optimizer step, set by batching
     num_seqs: int | None = None  # sequences of the optimizer step with at least one trained token
     num_nll_tokens: int | None = None  # of the trained tokens those of responses with a positive raw reward
+    rank_imbalance: list[float] = field(default_factory=list)  # of each minibatch so far, see dist.imbalance()
     empty_minibatches: int = 0  # minibatches of this rollout so far without a trained token, counted by batching
     greedy: "RolloutBatch | None" = None  # [B'] one greedy response to each prompt; not carried by select()
     metrics: dict[str, float] = field(default_factory=dict)  # of how it came about; not carried by select()
@@ -179,6 +181,7 @@ def generate(
     environment: Environment | None = None,
     max_turns: int = 1,
     max_length: int | None = None,
+    timeout_s: float | None = None,
 ) -> RolloutBatch:
     """`samples_per_prompt` responses to each prompt, siblings adjacent, packed.
 
@@ -187,6 +190,7 @@ def generate(
         greedy: take the likeliest token throughout.
         environment: answers each turn if it has a `step`; its observations stand in the rows with mask 0.
         max_turns: turns of the policy in one row; more than 1 needs such an environment.
+        timeout_s: seconds that the environment may take to answer all dialogues of a turn; None: no limit.
         max_length: tokens of a row, prompt and observations included; None: no limit but max_new_tokens.
 
     Raises:
@@ -194,21 +198,28 @@ def generate(
     """
     sampling = Sampling.from_config(generation, greedy=greedy)
     dialogues = [Dialogue.of(prompt) for prompt in prompts for _ in range(samples_per_prompt)]
-    open_ids = list(range(len(dialogues)))
-    for turn in range(max_turns):
-        rows = [dialogues[i] for i in open_ids]
-        seeds = [hash64(seed, step, first_sample + i, turn) for i in open_ids]
-        write_turn(engine, rows, sampling, seeds, tokenizer, max_length)
-        if not hasattr(environment, "step"):
-            break
-        try:
-            read_turns(environment, rows, tokenizer, last=turn + 1 == max_turns, max_length=max_length)
-        except RewardError as error:
-            error.samples = [dialogue.sample(tokenizer) for dialogue in dialogues]
-            raise
-        open_ids = [i for i in open_ids if dialogues[i].ended is None]
-        if not open_ids:
-            break
+
+    def converse() -> list[Dialogue]:
+        """This rank's dialogues, to their end."""
+        mine = dist.part(range(len(dialogues)))
+        open_ids = list(mine)
+        for turn in range(max_turns):
+            rows = [dialogues[i] for i in open_ids]
+            seeds = [hash64(seed, step, first_sample + i, turn) for i in open_ids]
+            write_turn(engine, rows, sampling, seeds, tokenizer, max_length)
+            if not hasattr(environment, "step") or not rows:
+                break
+            try:
+                read_turns(
+                    environment, rows, tokenizer, last=turn + 1 == max_turns, max_length=max_length, timeout_s=timeout_s
+                )
+            except RewardError as error:
+                error.samples = [dialogue.sample(tokenizer) for dialogue in dialogues]
+                raise
+            open_ids = [i for i in open_ids if dialogues[i].ended is None]
+        return [dialogues[i] for i in mine]
+
+    dialogues = [dialogue for part in dist.together(converse) for dialogue in part]
     batch = pack_rows([dialogue.row for dialogue in dialogues])
     batch.group = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
     batch.sample_id = torch.arange(first_sample, first_sample + len(dialogues))

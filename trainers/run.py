@@ -1,24 +1,22 @@
-"""A run's frame: its folder, its clock, its progress, when it ends, and the command that starts it."""
+"""A run's frame: its folder, its clock, its progress, and when it ends."""
 
 import json
 import math
 import os
 import signal
-import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from trainers import dist
 from trainers.arithmetic import ConfigError
 from trainers.checkpoint import find
-from trainers.config import CONFIGS, TrainerConfig
+from trainers.config import TrainerConfig
 from trainers.deadline import Deadline, seconds_of
 from trainers.out_of_memory import advice, is_out_of_memory
 from trainers.trackers import check_installed
@@ -67,8 +65,7 @@ class Run:
     def __init__(self, config: TrainerConfig):
         self.config = config
         check_installed(config.logger)
-        self.dir = run_folder(config)
-        check_writable(self.dir)
+        self.dir = dist.main_does(lambda: check_writable(run_folder(config)))
         limit = config.checkpointing.checkpoint_must_save_by
         self.deadline = Deadline(None if limit is None else seconds_of(limit))
         self.signalled = False
@@ -79,6 +76,9 @@ class Run:
 
     def open(self, model: dict[str, Any]) -> None:
         """Write config.yaml and env.json: what is trained, with what."""
+        dist.main_does(lambda: self._open(model))
+
+    def _open(self, model: dict[str, Any]) -> None:
         from fastppo.env import facts
         from trainers.cli import save_config
 
@@ -91,8 +91,13 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Whether the step that is under way, or was just finished, is the last."""
-        return self.signalled or self.deadline.leaves_no_step()
+        """Whether the step that was just finished is the last: if any rank was signalled, or sees no time for more."""
+        return any(dist.agree(self.signalled, self.deadline.leaves_no_step()))
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal has come, to any rank."""
+        return dist.agree(self.signalled)[0]
 
     @contextmanager
     def timer(self, stage: str) -> Iterator[None]:
@@ -119,7 +124,8 @@ class Run:
             if last or self.failed_saves > 1:
                 which = "the last checkpoint" if last else "two checkpoints in a row"
                 raise TrainingError(f"{which} could not be written: {error}") from error
-            print(f"warning: step {step} was not saved, training goes on: {error}", flush=True)
+            if dist.is_main():
+                print(f"warning: step {step} was not saved, training goes on: {error}", flush=True)
         else:
             self.failed_saves = 0
 
@@ -207,7 +213,7 @@ def run_folder(config: TrainerConfig) -> Path:
     return folder
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> Path:
     """Before a model loads: the folder, or the nearest one above it that exists, must take files."""
     parent = folder
     while not parent.exists() and parent != parent.parent:
@@ -215,6 +221,7 @@ def check_writable(folder: Path) -> None:
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         kind = "a folder that can be written to" if parent.is_dir() else "a folder"
         raise ConfigError(f"logger.run_dir={folder}: {parent} is not {kind}")
+    return folder
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float | None]:
@@ -228,50 +235,3 @@ def progress_from(training: dict[str, Any]) -> Progress:
 
 def training_record(progress: Progress, **more: Any) -> dict[str, Any]:
     return {"progress": asdict(progress), **more}
-
-
-def launch(algorithm: str, trainer: str, description: str, argv: list[str] | None = None) -> int:
-    """The command line of a trainer: 0 when it trained (or only printed), 2 for what cannot run, 1 for a failed run."""
-    from trainers.cli import answer, parse
-
-    prog = f"python -m trainers.{algorithm}"
-    arguments = parse(sys.argv[1:] if argv is None else argv, CONFIGS[algorithm], prog=prog, description=description)
-    if answer(arguments, prog=prog):
-        return 0
-    print(arguments.plan.describe(), flush=True)
-
-    # torch's OpenMP threads spin at every barrier; on busy cores that halves the speed, on idle ones little is gained.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    try:  # only now what takes seconds to import
-        built = getattr(import_module(f"trainers.{algorithm}"), trainer)(arguments.config)
-    except (RuntimeError, MemoryError) as error:
-        if not (isinstance(error, TrainingError) or is_out_of_memory(error)):
-            raise
-        message = error if isinstance(error, TrainingError) else advice("loading the models", error, arguments.config)
-        print(f"{prog}: error: {message}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        print(f'{prog}: error: {error}; pip install "fastppo[trainer]" brings what the trainers need', file=sys.stderr)
-        return 2
-    except (ValueError, OSError, ImportError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-
-    from trainers.rewards import LateRewardError, RewardError
-
-    try:
-        built.fit()
-    except RewardError as error:
-        if error.__cause__ is not None:  # the reward's own traceback is for its author
-            traceback.print_exception(error.__cause__)
-        saved = f"The rollout is in {built.run.dir / 'failed_rollout.jsonl'}; logger.run_dir={built.run.dir} goes on"
-        print(f"{prog}: error: {error}\n{saved} after step {built.progress.step}.", file=sys.stderr)
-        if isinstance(error, LateRewardError):  # at a normal exit Python waits for threads, and its own may never end
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-        return 1
-    except TrainingError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 1
-    return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainers import checkpoint, rewards
+from trainers import checkpoint, dist, rewards
 from trainers.advantages import needs_greedy
 from trainers.arithmetic import check, check_model
 from trainers.backbone import model_facts, pick_device, pick_dtype
@@ -17,7 +17,7 @@ from trainers.config import GenerationConfig, TrainerConfig
 from trainers.engines.native import NativeEngine
 from trainers.environments import Environment, Prompt, check_turns, make_environment
 from trainers.filtering import DynamicSampling, leave_out
-from trainers.logger import Logger
+from trainers.logger import Logger, SilentLogger
 from trainers.losses import JointLoss, PolicyLoss
 from trainers.metrics import memory_metrics, rollout_metrics, token_table, update_metrics
 from trainers.models import resolve_model
@@ -44,6 +44,7 @@ class Trainer:
         metric_fn: Callable[..., dict[str, list[float]]] | None = None,
     ):
         check(config)
+        dist.start(config.cluster)
         self.config, self.cfg, self.metric_fn = config, config.algorithm, metric_fn
         if config.cluster.num_threads is not None:
             torch.set_num_threads(config.cluster.num_threads)
@@ -59,7 +60,8 @@ class Trainer:
         device = pick_device(config.cluster.device)
         check_device(config, device)
         # What "auto" once measured is part of the run: a resume must not measure anew.
-        dtype = pick_dtype(checkpoint.compute_dtype(resumed) if resumed else config.policy.dtype, device)
+        wanted = checkpoint.compute_dtype(resumed) if resumed else config.policy.dtype
+        dtype = dist.main_does(lambda: pick_dtype(wanted, device))
         reference = not self.cfg.skip_reference_policy_logprobs_calculation
         self.policy = HFPolicy(path, config.policy, device=device, dtype=dtype, reference=reference)
         self.scored = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
@@ -70,8 +72,8 @@ class Trainer:
         self.stateful["sampling"] = self.sampling
         self.build_losses(path, device, dtype)
 
-        wanted = config.policy.generation.dtype
-        engine_dtype = dtype if wanted == "auto" else getattr(torch, wanted)
+        sampled = config.policy.generation.dtype
+        engine_dtype = dtype if sampled == "auto" else getattr(torch, sampled)
         self.engine = NativeEngine(
             self.policy.engine_model(engine_dtype),
             self.policy.tokenizer,
@@ -115,10 +117,10 @@ class Trainer:
     @contextmanager
     def logging(self) -> Iterator[None]:
         """A run's folder, signals and log, for as long as it trains."""
-        start = self.progress.step
+        start, writer = self.progress.step, Logger if dist.is_main() else SilentLogger
         with (
             self.run,
-            Logger(self.run.dir, self.config.logger, max_steps=self.cfg.max_num_steps, start_step=start) as log,
+            writer(self.run.dir, self.config.logger, max_steps=self.cfg.max_num_steps, start_step=start) as log,
         ):
             self.logger = log
             yield
@@ -161,6 +163,7 @@ class Trainer:
             seed=self.cfg.seed,
             step=step,
             environment=self.environment,
+            timeout_s=self.config.env.timeout_s,
             max_turns=self.cfg.max_rollout_turns,
             max_length=self.config.policy.max_total_sequence_length,
             **how,
@@ -177,7 +180,7 @@ class Trainer:
         try:
             yield
         except (rewards.RewardError, TrainingError) as error:
-            if isinstance(error, rewards.RewardError):
+            if isinstance(error, rewards.RewardError) and dist.is_main():
                 rewards.dump(error.samples, self.run.dir / "failed_rollout.jsonl")
             self.loader.load_state_dict(drawn)
             self.save(when="failure")
@@ -209,7 +212,7 @@ class Trainer:
             "now": True,
             "start": cfg.val_at_start and step == 0,
             "period": cfg.val_period > 0 and step % cfg.val_period == 0,
-            "end": cfg.val_at_end and self.validated_step != step and not self.run.signalled,
+            "end": cfg.val_at_end and self.validated_step != step and not self.run.interrupted,
         }
         if not due[when]:
             return {}
@@ -260,7 +263,7 @@ class Trainer:
         if not cfg.enabled or step == self.saved_step or skipped[when]:
             return
         with self.run.timer("save_checkpoint"), self.run.saving(step, last=when == "end"):
-            checkpoint.save(self.run.dir / "checkpoints", step, self._write, cfg)
+            dist.main_does(lambda: checkpoint.save(self.run.dir / "checkpoints", step, self._write, cfg))
             self.saved_step = step
 
     def rank_saved(self) -> None:
@@ -268,7 +271,8 @@ class Trainer:
         folder, step = self.run.dir / "checkpoints", self.progress.step
         if step == self.saved_step:
             with self.run.timer("save_checkpoint"), self.run.saving(step, last=False):
-                checkpoint.rank(folder, step, training_record(self.progress), self.config.checkpointing)
+                record = training_record(self.progress)
+                dist.main_does(lambda: checkpoint.rank(folder, step, record, self.config.checkpointing))
 
     def _write(self, folder: Path) -> None:
         self.policy.save(folder / "policy")
@@ -285,7 +289,8 @@ class Trainer:
         self.loader.load_state_dict(training["loader"])
         self.progress = progress_from(training)
         self.saved_step = self.progress.step
-        print(f"resumed after step {self.progress.step} from {folder}", flush=True)
+        if dist.is_main():
+            print(f"resumed after step {self.progress.step} from {folder}", flush=True)
 
     def _read(self, folder: Path, state: dict[str, Any]) -> None:
         for name, part in self.stateful.items():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 import fastppo
+from trainers import dist
 from trainers.backbone import SplitTransformer, View, autocast, checkpoint_layers, load_model, quiet
 from trainers.batching import micro_batches, score_parts, split
 from trainers.config import PolicyConfig
@@ -90,10 +91,11 @@ class HFPolicy:
         return {"ref_logprobs": view.scatter(self._logprobs(hidden[view.before], head, batch, view).logprobs)}
 
     def train_step(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> StepMetrics:
-        return StepMetrics(self.gradients(minibatch, loss), step_all(self.optimizers))
+        sums = dist.sum_metrics(self.gradients(minibatch, loss))
+        return StepMetrics(sums, step_all(self.optimizers))
 
     def gradients(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> dict[str, Tensor]:
-        """Add the gradients of one optimizer step to the parameters' `grad`; the sums of its metrics."""
+        """Add the gradients of this rank's part of an optimizer step to each `grad`; the sums of its metrics."""
         sums: dict[str, Tensor] = {}
         cfg = self.cfg
         for part in micro_batches(minibatch, cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing):

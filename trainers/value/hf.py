@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainers import offload
+from trainers import dist, offload
 from trainers.backbone import SplitTransformer, View, checkpoint_layers, load_model
 from trainers.batching import micro_batches, minibatches, score_parts, split
 from trainers.config import ValueConfig
@@ -73,10 +73,11 @@ class LocalValue:
         return minibatches(batch, self.cfg.train_global_batch_size, seed=seed, step=step, epoch=epoch)
 
     def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
-        return StepMetrics(self.gradients(minibatch, loss), step_all({"critic": self.optimizer}))
+        sums = dist.sum_metrics(self.gradients(minibatch, loss))
+        return StepMetrics(sums, step_all({"critic": self.optimizer}))
 
     def gradients(self, minibatch: RolloutBatch, loss: ValueLoss) -> dict[str, Tensor]:
-        """Add the gradients of one optimizer step to the parameters' `grad`; the sums of its metrics."""
+        """Add the gradients of this rank's part of an optimizer step to each `grad`; the sums of its metrics."""
         self._bring_back()
         sums: dict[str, Tensor] = {}
         cfg = self.cfg

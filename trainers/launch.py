@@ -1,0 +1,92 @@
+"""The command that starts a trainer. Nothing here imports torch before the settings are checked, so that --help and a
+mistyped key answer at once."""
+
+import os
+import sys
+import tempfile
+import traceback
+from importlib import import_module
+from typing import Any
+
+from trainers.config import CONFIGS
+
+
+def launch(algorithm: str, trainer: str, description: str, argv: list[str] | None = None) -> int:
+    """The command line of a trainer: 0 when it trained (or only printed), 2 for what cannot run, 1 for a failed run.
+
+    Under torchrun only the first rank speaks; errors are told by whichever rank has them.
+    """
+    from trainers.cli import answer, parse
+
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    prog = f"python -m trainers.{algorithm}"
+    arguments = parse(sys.argv[1:] if argv is None else argv, CONFIGS[algorithm], prog=prog, description=description)
+    if answer(arguments, prog=prog):
+        return 0
+    if arguments.doctor:
+        return diagnose(algorithm, trainer, arguments.config, prog)
+    print(arguments.plan.describe(), flush=True)
+
+    built = build(algorithm, trainer, arguments.config, prog)
+    if built is None:
+        return 2
+    from trainers import dist
+    from trainers.rewards import LateRewardError, RewardError
+    from trainers.run import TrainingError
+
+    try:
+        built.fit()
+    except RewardError as error:
+        if error.__cause__ is not None:  # the reward's own traceback is for its author
+            traceback.print_exception(error.__cause__)
+        saved = f"The rollout is in {built.run.dir / 'failed_rollout.jsonl'}; logger.run_dir={built.run.dir} goes on"
+        print(f"{prog}: error: {error}\n{saved} after step {built.progress.step}.", file=sys.stderr)
+        if isinstance(error, LateRewardError):  # at a normal exit Python waits for threads, and its own may never end
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        return 1
+    except TrainingError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    dist.stop()  # after a failure the other ranks may still wait: torchrun ends them
+    return 0
+
+
+def build(algorithm: str, trainer: str, config: Any, prog: str) -> Any:
+    """The trainer, or None after a message that says why it cannot be."""
+    # torch's OpenMP threads spin at every barrier; on busy cores that halves the speed, on idle ones little is gained.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    try:  # only now what takes seconds to import
+        module = import_module(f"trainers.{algorithm}")
+        from trainers.out_of_memory import advice, is_out_of_memory
+        from trainers.run import TrainingError
+
+        return getattr(module, trainer)(config)
+    except ModuleNotFoundError as error:
+        print(f'{prog}: error: {error}; pip install "fastppo[trainer]" brings what the trainers need', file=sys.stderr)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+    except (RuntimeError, MemoryError) as error:
+        if not (isinstance(error, TrainingError) or is_out_of_memory(error)):
+            raise
+        message = error if isinstance(error, TrainingError) else advice("loading the models", error, config)
+        print(f"{prog}: error: {message}", file=sys.stderr)
+    return None
+
+
+def diagnose(algorithm: str, trainer: str, config: Any, prog: str) -> int:
+    """`--doctor`: 0 if one step has nothing wrong with it, 1 if it has, 2 if it cannot be made."""
+    from trainers.doctor import examine, temporary
+
+    with tempfile.TemporaryDirectory() as folder:
+        built = build(algorithm, trainer, temporary(config, f"{folder}/run"), prog)
+        if built is None:
+            return 2
+        bad = 0
+        for finding in examine(built):
+            print(finding, flush=True)
+            bad += not finding.ok
+    print(f"{bad} of the findings are wrong" if bad else "nothing is wrong with this step")
+    return 1 if bad else 0
