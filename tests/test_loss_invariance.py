@@ -2,6 +2,7 @@
 
 `outcome(setting, cut)` is one step of one setting (loss, critic, trunk) under one cut (rows, tokens, packing, order,
 padding), before any clipping. Every cut is held against the plainest one: all sequences at once, right-padded.
+tests/test_dist.py does the same over 2 and 4 ranks.
 NeMo-RL #212, verl #6957, OpenRLHF #1216, TRL #3021.
 """
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.testing import assert_close as close
 
 from tests import tiny
+from trainers import dist
 from trainers.batching import count
+from trainers.batching import part_of as part_of_step
 from trainers.config import LossConfig, ValueLossConfig
 from trainers.losses import JointLoss, PolicyLoss, ValueLoss
 from trainers.policy.hf import HFPolicy
@@ -144,11 +147,13 @@ def outcome(setting: Setting, cut: Cut) -> Outcome:
     loss = loss_of(setting, part)
     head = part.head if setting.critic == "local" else part.heads["critic"]
     named = dict(part.model.named_parameters()) | {f"head.{name}": p for name, p in head.named_parameters()}
-    sums = part.gradients(count(rollout(setting.layers).select(cut.order)), loss)
+    whole = count(rollout(setting.layers).select(cut.order))
+    sums = dist.sum_metrics(part.gradients(part_of_step(whole, torch.tensor(dist.rows(whole.lengths))), loss))
+    dist.sum_gradients(named.values())
     gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
     for parameter in named.values():
         parameter.grad = None
-    return Outcome(loss.total, gradients, sums)
+    return Outcome(sum(dist.gather(loss.total)), gradients, sums)
 
 
 def assert_same(got: Outcome, right: Outcome, what: str) -> None:

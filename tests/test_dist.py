@@ -1,0 +1,183 @@
+"""Several ranks train as one: gloo on a CPU. The ranks of 4, then of 2, are processes of one spawn."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+import torch.multiprocessing as mp
+
+from tests import tiny
+from tests.test_loss_invariance import LONGER, PLAIN, Cut, Outcome, Setting, assert_same, outcome
+from trainers import dist
+from trainers.arithmetic import ConfigError, check
+
+WORLDS = (4, 2)
+SETTINGS = [
+    Setting(), Setting("gspo", "seq_mean_token_mean"), Setting("reinforce", "seq_mean_token_sum"), Setting(layers=1),
+    Setting(critic="local"),
+]  # fmt: skip
+CUTS = [PLAIN, Cut(1, order=LONGER), Cut(max_tokens=30, packing=True)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "parts", "expected"),
+    [
+        ([5, 1, 4, 2], 2, [[0, 1], [2, 3]]),  # 5 + 1 and 4 + 2
+        ([3, 3, 3], 2, [[0, 2], [1]]),
+        ([7], 3, [[0], [], []]),
+        ([0, 0], 2, [[0], [1]]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_balanced_parts(weights, parts, expected):
+    assert dist.balanced(weights, parts) == expected
+
+
+def test_one_rank_is_everybody():
+    assert dist.part(range(5)) == range(5)
+    assert dist.rows(torch.tensor([1, 9, 3])) == [0, 1, 2]
+    assert dist.gather("x") == ["x"] and dist.together(lambda: 3) == [3] and dist.agree(True, False) == (True, False)
+    with pytest.raises(ZeroDivisionError):
+        dist.together(lambda: 1 // 0)
+    assert dist.imbalance(torch.tensor([4, 4])) == 1.0
+
+
+def fails_on(rank: int) -> int:
+    if dist.rank() == rank:
+        raise ValueError(f"rank {rank} cannot")
+    return dist.rank()
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    right: dict[str, Outcome] = torch.load(f"{folder}/right.pt", weights_only=False)
+    for world in WORLDS:
+        if rank >= world:
+            continue
+        torch_dist.init_process_group("gloo", init_method=f"file://{folder}/meet{world}", rank=rank, world_size=world)
+        assert [i for part in dist.gather(list(dist.part(range(7)))) for i in part] == list(range(7))
+        assert dist.agree(rank == 1, False) == (True, False)
+        assert dist.main_does(lambda: "main") == "main"
+        with pytest.raises(ValueError, match="rank 1 cannot"):
+            dist.together(lambda: fails_on(1))
+        for setting in SETTINGS:
+            for cut in CUTS:
+                assert_same(outcome(setting, cut), right[str(setting)], f"{world} ranks, {setting}, {cut}")
+        batch = tiny.rollout()
+        scored = tiny.policy(1).score(batch, {"old_logprobs", "ref_logprobs"})
+        for name, value in scored.items():  # the same parts, so bit for bit
+            assert torch.equal(value, right["scored"][name]), name
+        assert "trunk_hidden" not in scored
+        dist.stop()
+
+
+@pytest.mark.timeout(300)
+def test_the_step_is_the_same_on_2_and_4_ranks(tmp_path):
+    right = {str(setting): outcome(setting, PLAIN) for setting in SETTINGS}
+    right["scored"] = tiny.policy(1).score(tiny.rollout(), {"old_logprobs", "ref_logprobs"})
+    torch.save(right, tmp_path / "right.pt")
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=max(WORLDS))
+
+
+def torchrun(run_dir: Path, *overrides: str, algorithm: str = "reinforce", ranks: int = 2) -> list[str]:
+    settings = {
+        "policy.model_name": tiny.tiny_model(),
+        "logger.run_dir": run_dir,
+        "logger.tensorboard": "false",
+        "logger.report": "false",
+        "cluster.num_threads": "1",
+        "cluster.rank_timeout_s": "60",
+        "checkpointing.save_period": "2",
+        f"{algorithm}.num_prompts_per_step": "4",
+        f"{algorithm}.num_generations_per_prompt": "3",
+        "policy.train_global_batch_size": "6",
+        "policy.train_micro_batch_size": "2",
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    written = [f"{key}={value}" for key, value in settings.items()]
+    return [sys.executable, *launcher, "-m", f"trainers.{algorithm}", f"config={algorithm}_copy", *written, *overrides]
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1])])}
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_train_like_one(tmp_path):
+    """Three steps, then a resume on two ranks of what one rank has begun."""
+    for ranks, name in ((1, "one"), (2, "two")):
+        command = torchrun(tmp_path / name, "reinforce.max_num_steps=3", ranks=ranks)
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("step 3/3") == 1  # one rank speaks
+    for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        compared = [name for name in one if not name.startswith(("tim", "perf/"))]
+        for name in compared:
+            assert two[name] == pytest.approx(one[name], rel=2e-3, abs=2e-4), name
+        assert two["perf/rank_imbalance"] == 1.0  # every row has as many tokens
+    more = subprocess.run(
+        torchrun(tmp_path / "one", "reinforce.max_num_steps=4"), capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert more.returncode == 0 and "resumed after step 3" in more.stdout, more.stderr
+    assert [row["step"] for row in metrics(tmp_path / "one")] == [1, 2, 3, 4]
+
+
+@pytest.mark.timeout(300)
+def test_a_signal_to_one_rank_ends_the_run_on_all(tmp_path):
+    process = subprocess.Popen(
+        torchrun(tmp_path, "reinforce.max_num_steps=100000"),
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    log = tmp_path / "metrics.jsonl"
+    while not log.exists() or not log.read_text().count("\n"):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    last = metrics(tmp_path)[-1]["step"]
+    assert (tmp_path / "checkpoints" / f"step_{last}").is_dir()
+
+
+REWARD = """
+import os
+def reward(outputs, **_):
+    if os.environ["RANK"] == "1":
+        raise KeyError("no label")
+    return [0.5] * len(outputs)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_reward_that_fails_on_one_rank_ends_all_with_its_reason(tmp_path):
+    (tmp_path / "failing.py").write_text(REWARD)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w2"}\n{"prompt": "w3"}\n{"prompt": "w4"}\n{"prompt": "w5"}\n')
+    command = torchrun(
+        tmp_path / "run", "env.name=python:failing.reward", "env.size=512", "data.max_prompt_length=4",
+        f"data.prompts={tmp_path / 'prompts.jsonl'}",
+    )  # fmt: skip
+    path = {"PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(tmp_path)])}
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | path)
+    assert done.returncode != 0
+    assert "the reward python:failing.reward failed: KeyError: 'no label'" in done.stderr
+    rows = (tmp_path / "run" / "failed_rollout.jsonl").read_text().splitlines()
+    assert len(rows) == 12  # those of both ranks
+
+
+def test_more_ranks_than_sequences_are_refused_before_any_model_loads(monkeypatch):
+    """verl #1043."""
+    monkeypatch.setenv("WORLD_SIZE", "65")
+    with pytest.raises(ConfigError, match="train_global_batch_size=64 sequences .* fewer than the 65 ranks"):
+        check(tiny.config())
