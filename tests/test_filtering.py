@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_estimators import rollout
 
+from tests.test_estimators import rollout
 from trainers.batching import minibatches
 from trainers.config_algorithm import PPOConfig
 from trainers.environments import Prompt, Sample

@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+from tests import tiny
 from trainers.arithmetic import ConfigError, check
 from trainers.batching import count
 from trainers.cli import load_config

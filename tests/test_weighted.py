@@ -14,10 +14,11 @@ from trainers.engines import Completion
 from trainers.environments import Prompt, RewardError, Sample, make_environment
 from trainers.environments.weighted import WeightedEnvironment
 from trainers.filtering import packed, unpacked
-from trainers.metrics import rollout_metrics, validation_metrics
+from trainers.metrics import rollout_metrics
 from trainers.ppo import PPOTrainer
 from trainers.rewards import ConstantRewards, score
 from trainers.rollout import RolloutBatch, pack
+from trainers.validation import validation_metrics, validation_rows
 
 
 class Answers:
@@ -84,7 +85,7 @@ def test_each_reward_has_its_metrics_in_training_and_validation():
     metrics = rollout_metrics(scored)
     assert {name: metrics[name] for name in metrics if name.count("/") == 3} == expected
     assert metrics["critic/score/mean"] == 4.0
-    metrics = validation_metrics(scored)
+    metrics = validation_metrics(validation_rows([None, None], lambda *_: scored, batch_size=None))
     means = {name: value for name, value in metrics.items() if name.startswith("val/score/") and name.count("/") == 3}
     assert means == {"val/score/whole/mean": -0.5, "val/score/tokens/mean": 3.375, "val/score/some/mean": 2.5}
     assert scored.metrics == {"env/whole/total": -1.0, "env/tokens/total": 6.75, "env/some/total": 5.0}
