@@ -93,9 +93,10 @@ def make_run(
     return folder
 
 
-def test_the_page_has_the_run_s_key_facts(tmp_path: Path) -> None:
-    config = "policy: {model_name: auto}\nenv: {name: copy}\nppo: {max_num_steps: 9, num_prompts_per_step: 8, "
-    config += "num_generations_per_prompt: 4, seed: 3}\n"
+@pytest.mark.parametrize(("algorithm", "estimator"), [("ppo", "gae"), ("reinforce", "rloo")])
+def test_the_page_has_the_run_s_key_facts(tmp_path: Path, algorithm: str, estimator: str) -> None:
+    config = f"policy: {{model_name: auto}}\nenv: {{name: copy}}\n{algorithm}: {{max_num_steps: 9, seed: 3, "
+    config += f"num_prompts_per_step: 8, num_generations_per_prompt: 4, adv_estimator: {{name: {estimator}}}}}\n"
     env = {"model": "/models/SmolLM2-135M", "torch": "2.13.0", "ops": {"gae": "cpu"}}
     scores = [0.1, 0.2, 0.3, 0.6, 0.7, 0.83]
     run = make_run(tmp_path / "run", scores, config=config, env=json.dumps(env), **{"critic/kl/mean": 6.5})
@@ -107,6 +108,7 @@ def test_the_page_has_the_run_s_key_facts(tmp_path: Path) -> None:
         "Time 12s 6 steps of 2.00 s",
         "model SmolLM2-135M",
         "task copy",
+        f"algorithm {algorithm.upper()}, {estimator}",
         "batch 8 prompts × 4 responses a step",
         "steps 6 of 9",
         "seed 3",

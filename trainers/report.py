@@ -25,6 +25,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from trainers.charts import charts_of, curves_png, line_chart, stage_chart
+from trainers.config import CONFIGS
 from trainers.extras import require
 from trainers.logger import duration, parse_line, read_metrics, stage_shares
 
@@ -164,6 +165,7 @@ def facts(runs: list[Run]) -> list[tuple[str, list[str]]]:
     for label, fact in (
         ("model", _model),
         ("task", lambda run: run.config.get("env.name", "")),
+        ("algorithm", _trained_by),
         ("batch", _batch),
         ("steps", _steps),
         ("training time", lambda run: _seen(run, "timing_s/step", lambda times: duration(sum(times)))),
@@ -180,7 +182,7 @@ def facts(runs: list[Run]) -> list[tuple[str, list[str]]]:
         ("validation score, last", lambda run: _seen(run, "val/score/mean", lambda xs: f"{xs[-1]:.3f}")),
         ("throughput", lambda run: _seen(run, "perf/throughput", lambda xs: f"{_mean(xs):.0f} tokens/s")),
         ("peak memory", lambda run: _seen(run, "perf/max_memory_rss_gb", lambda xs: f"{max(xs):.2f} GB")),
-        ("seed", lambda run: run.config.get("ppo.seed", "")),
+        ("seed", lambda run: _algorithm(run, "seed")),
     ):
         values = [fact(run) for run in runs]
         if any(values):
@@ -200,16 +202,24 @@ def _model(run: Run) -> str:
     return Path(run.env["model"]).name if run.env.get("model") else run.config.get("policy.model_name", "")
 
 
+def _trained_by(run: Run) -> str:
+    name = next((name for name in CONFIGS if f"{name}.seed" in run.config), "")
+    return ", ".join(filter(None, [name.upper(), _algorithm(run, "adv_estimator.name")]))
+
+
 def _batch(run: Run) -> str:
-    keys = ("ppo.num_prompts_per_step", "ppo.num_generations_per_prompt")
-    if not all(key in run.config for key in keys):
-        return ""
-    return f"{run.config[keys[0]]} prompts × {run.config[keys[1]]} responses a step"
+    prompts, responses = (_algorithm(run, key) for key in ("num_prompts_per_step", "num_generations_per_prompt"))
+    return f"{prompts} prompts × {responses} responses a step" if prompts and responses else ""
+
+
+def _algorithm(run: Run, key: str) -> str:
+    """A setting of the algorithm's block, whichever it is."""
+    return next((run.config[full] for name in CONFIGS if (full := f"{name}.{key}") in run.config), "")
 
 
 def _steps(run: Run) -> str:
     trained = [step["step"] for step in run.steps if "critic/score/mean" in step]
-    planned = run.config.get("ppo.max_num_steps")
+    planned = _algorithm(run, "max_num_steps")
     return (f"{trained[-1]}" + (f" of {planned}" if planned else "")) if trained else ""
 
 

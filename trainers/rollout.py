@@ -151,6 +151,10 @@ class RolloutBatch:
             first,
             cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
             samples=[sample for batch in batches for sample in batch.samples],
+            greedy=None,
+            metrics={},
+            rank_imbalance=[],
+            empty_minibatches=0,
             **{name: torch.cat([getattr(batch, name) for batch in batches]) if name in known else None for name in per},
         )
 
