@@ -1,0 +1,86 @@
+"""docs/migrate.md: every row says where the setting went, and every key it names exists (or, if not yet, does not)."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trainers import config
+from trainers.config import PPOTrainerConfig, walk
+from trainers.suggestions import ELSEWHERE, last_part, suggest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "migrate.md").read_text()
+SYSTEMS = ("NeMo-Aligner", "trlX", "NeMo-RL")
+
+
+def tree() -> dict[str, tuple[str, ...] | None]:
+    """Every key of both trainers, and of every block, with its choices."""
+    trees = [walk(cls()) for cls in getattr(config, "CONFIGS", {"ppo": PPOTrainerConfig}).values()]
+    keys = {key: field.metadata["choices"] for rows in trees for key, field, _ in rows}
+    if not any(key.startswith("reinforce.") for key in keys):
+        keys |= {"reinforce" + key[3:]: choices for key, choices in keys.items() if key.startswith("ppo.")}
+    return {".".join(key.split(".")[:n]): None for key in keys for n in range(1, key.count(".") + 1)} | keys
+
+
+KEYS = tree()
+BLOCKS = {key.split(".")[0] for key in KEYS}
+
+
+def rows(system: str) -> list[list[str]]:
+    section = re.search(rf"^## {system}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    assert section, f"docs/migrate.md has no section {system}"
+    lines = [line for line in section[1].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def named(text: str) -> list[str]:
+    """The keys of fastppo in backticks, `=value` included."""
+    words = re.findall(r"`([^` ]+)`", text)
+    return [word for word in words if "." in word and "*" not in word and word.split(".")[0] in BLOCKS]
+
+
+def exists(word: str) -> bool:
+    key, _, value = word.partition("=")
+    choices = KEYS.get(key)
+    return key in KEYS and (not value or choices is None or value in choices)
+
+
+def problems(old: str, new: str, note: str) -> list[str]:
+    if new.startswith("not yet"):
+        return [f"{old}: {word} exists: no longer 'not yet'" for word in named(new) if exists(word)]
+    wrong = [f"{old}: no such key or value: {word}" for word in named(new) + named(note) if not exists(word)]
+    said = named(new) or new.startswith("`trainers.train(") or re.match(r"no key: \w", new)
+    return wrong if said else [f"{old}: {new!r} is neither a key nor a reason"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_row_names_a_key_that_exists_or_says_why_there_is_none(system):
+    table = rows(system)
+    assert len(table) > 60 and all(len(row) == 3 for row in table)
+    assert [problem for row in table for problem in problems(*row)] == []
+
+
+def test_keys_named_outside_the_tables_exist():
+    prose = "\n".join(line for line in PAGE.splitlines() if not line.startswith("|"))
+    assert named(prose) and [word for word in named(prose) if not exists(word)] == []
+
+
+def test_old_names_in_an_error_lead_where_the_page_says():
+    moved: dict[str, set[str]] = {}
+    for old, new, _ in [row for system in SYSTEMS for row in rows(system)]:
+        for key in named(new)[:1]:
+            for name in {word.rsplit(".", 1)[-1] for word in re.findall(r"`([\w.]+)`", old)} - {last_part(key)}:
+                moved.setdefault(name, set()).add(key.partition("=")[0].replace("reinforce.", "ppo."))
+    shared = set(ELSEWHERE) & set(moved)
+    assert len(shared) > 40
+    assert {name: ELSEWHERE[name] for name in shared if ELSEWHERE[name] not in moved[name]} == {}
+
+
+def test_old_names_lead_somewhere_in_both_trainers():
+    shared = {key for key in KEYS if not key.startswith(("ppo.", "reinforce.", "value"))}
+    for block in ("ppo", "reinforce"):
+        known = shared | {key for key in KEYS if key.startswith(block + ".")}
+        assert suggest("method.num_rollouts", known)[0] == f"{block}.num_prompts_per_step"
+        assert suggest("trainer.reinforce.num_rollouts_per_prompt", known)[0] == f"{block}.num_generations_per_prompt"
+        assert suggest("model.optim.sched.min_lr", known)[0] == "policy.scheduler.min_lr_ratio"
