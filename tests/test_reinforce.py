@@ -243,7 +243,7 @@ def refused(*overrides: str, algorithm: str = "reinforce") -> str:
             ["reinforce.skip_reference_policy_logprobs_calculation=true"],
             "leaves no reference for loss_fn.reference_policy_kl_penalty=0.05",
         ),
-        (["loss_fn.force_on_policy_ratio=true"], "loss_fn.force_on_policy_ratio=true has no effect"),
+        (["loss_fn.type=reinforce", "loss_fn.force_on_policy_ratio=true"], "force_on_policy_ratio=true has no effect"),
         (
             ["loss_fn.force_on_policy_ratio=true", "loss_fn.type=cispo"],
             "needs one optimizer step a rollout: reinforce.ppo_epochs=1, got 1, and policy.train_global_batch_size=32",

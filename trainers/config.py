@@ -368,7 +368,7 @@ class ReinforceTrainerConfig(TrainerConfig):
 
     name: ClassVar[str] = "reinforce"
     policy: PolicyConfig = block(PolicyConfig)
-    loss_fn: LossConfig = block(lambda: LossConfig(type="reinforce"))
+    loss_fn: LossConfig = block(LossConfig)
     env: EnvConfig = block(EnvConfig)
     data: DataConfig = block(DataConfig)
     reinforce: ReinforceConfig = block(ReinforceConfig)

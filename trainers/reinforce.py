@@ -5,7 +5,9 @@ arXiv:2402.14740), and the other estimators without a critic: GRPO, Dr.GRPO, OPO
     python -m trainers.reinforce config=reinforce_copy       # a tiny random model that learns to copy, in seconds
 
 Each step: sample several responses to each prompt, score them, charge each response its KL to the reference, take what
-the other responses to the prompt earned as the baseline, then update the policy and hand its weights to the engine.
+the other responses to the prompt earned as the baseline, then update the policy and hand its weights to the engine. In
+a rollout's first optimizer step the loss's ratio is 1 and its gradient that of -A log p; in those that follow the ratio
+makes up for the steps between, and `loss_fn.type=reinforce` would leave it out.
 """
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
