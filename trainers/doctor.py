@@ -1,9 +1,9 @@
 """`--doctor`: one step of a run, looked at from every side that commonly goes wrong, in words and with an exit code.
 
-Nothing is kept: the step is made in a temporary folder. What is looked at: that the engine and the trainer agree about
-the log-probs of what was sampled, that the masks end where the responses end, that the reward is paid where it should
-be, that the reference is the untrained policy and stays so, that the first update starts at ratio 1, that an update
-moves the weights, and that the engine then generates with the new ones.
+Nothing is kept: the step is made in a temporary folder, by a trainer that is then thrown away. What is looked at: that
+the masks end where the responses end, that the engine and the trainer agree about the log-probs of what was sampled,
+that the reference is the untrained policy and stays so, that the reward is paid where it should be, that the first
+update starts at ratio 1 and moves the weights, and that the engine then generates with the new ones.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from trainers import dist
 from trainers.engines import Sampling
-from trainers.metrics import sequence_kl
+from trainers.optim import StepMetrics
 from trainers.rollout import FINISH, RolloutBatch, pack
 from trainers.trainer import Trainer
 
-PROBS_DIFF = {"float32": 1e-3, "bfloat16": 0.05}  # mean |p_old - p_rollout| beyond which the two are different models
+# Of log-probs, the mean |trainer - engine| beyond which the two are different models: what rounding may do, with room.
+DISAGREEMENT = {"float32": 1e-3, "bfloat16": 0.1}
+PROMPTS_AFTER_REFIT = 4
 
 
 @dataclass
@@ -37,31 +41,42 @@ def temporary(config: Any, folder: str) -> Any:
 
 
 def examine(trainer: Trainer) -> Iterator[Finding]:
-    """The findings of one step, as they come. `trainer` is a new one; its weights are one step older afterwards."""
+    """The findings of one step, as they come; none of what cannot be looked at because of an earlier one.
+
+    `trainer` is a new one, and of no use afterwards: its weights are changed on purpose.
+
+    Raises:
+        RewardError, TrainingError: the step cannot be made.
+    """
     trainer.refit()
     batch = trainer.generate_rollouts(1)
-    yield masks(batch, trainer)
-    yield placement(batch)
+    yield (found := masks(batch, trainer))
+    if not found.ok:  # all that follows is about the tokens that it selects
+        return
     batch = trainer.prepare(batch)
-    yield mismatch(batch, trainer.dtype)
-    yield rewards_sum(batch, trainer)
+    yield engine_agrees(batch, trainer)
     if batch.ref_logprobs is not None:
         yield reference_is_policy(batch)
-    before = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters() if p.requires_grad}
-    steps = [
-        trainer.policy.train_step(minibatch, trainer.policy_loss)
-        for minibatch in trainer.policy_minibatches(batch, [], step=trainer.cfg.policy_training_start_step, epoch=0)
-    ]
-    if not steps:
-        yield Finding(False, "ratio", "no minibatch had a trained token: no update could be looked at")
+    yield placement(batch)
+    yield (found := advantages(batch))
+    if not found.ok:
         return
+    if not bool(batch.trained.any()):
+        yield Finding(False, "update", "nothing is left to train on: " + reasons(batch))
+        return
+    if equal := not bool(batch.advantages[batch.trained].any()):
+        batch.advantages = batch.trained.float()  # the update is to be looked at all the same
+    before = {name: p.detach().to("cpu", copy=True) for name, p in trained_parameters(trainer).items()}
+    with trainer.run.timer("update_actor"):
+        steps = [
+            trainer.policy.train_step(minibatch, trainer.policy_loss)
+            for minibatch in trainer.policy_minibatches(batch, [], step=trainer.cfg.policy_training_start_step, epoch=0)
+        ]
     yield ratio(steps[0].sums, trainer.cfg.max_first_ratio_error)
-    yield moved(before, trainer)
+    yield moved(before, trainer, steps, equal)
     if batch.ref_logprobs is not None:
         yield reference_stays(batch, trainer)
-    trainer.progress.step = 1
-    trainer.refit()
-    yield engine_is_fresh(batch, trainer)
+    yield engine_follows(batch, trainer)
 
 
 def masks(batch: RolloutBatch, trainer: Trainer) -> Finding:
@@ -79,43 +94,24 @@ def masks(batch: RolloutBatch, trainer: Trainer) -> Finding:
     return Finding(True, "masks", told + (f"ended by themselves, in {shown}" if last else "ended by themselves"))
 
 
-def placement(batch: RolloutBatch) -> Finding:
-    paid, last = batch.token_scores, batch.last_selected()
-    outside = int((paid[~batch.mask] != 0).sum())
-    per_sequence = batch.per_sequence(paid)
-    if outside or not torch.allclose(per_sequence, batch.raw_reward, atol=1e-5):
-        return Finding(
-            False, "reward", f"{outside} tokens outside the responses are paid, or the sums are not the scores"
-        )
-    on_last = int(((paid != 0) & ~torch.zeros_like(batch.mask).index_fill(0, last, True)).sum()) == 0
-    low, mean, high = (float(f(batch.raw_reward)) for f in (torch.min, torch.mean, torch.max))
-    spread = "" if high > low else "; all are equal, so nothing can be learnt from them"
-    where = "on the last token of each response" if on_last else "on tokens inside the responses"
-    return Finding(True, "reward", f"paid {where}; {low:.3g} to {high:.3g}, mean {mean:.3g}{spread}")
+def disagreement(trainer: Trainer) -> float:
+    """The limit that holds for the coarser of the trainer's and the engine's dtype."""
+    engine = trainer.config.policy.generation.dtype
+    return max(DISAGREEMENT[trainer.dtype], DISAGREEMENT[trainer.dtype if engine == "auto" else engine])
 
 
-def mismatch(batch: RolloutBatch, dtype: str) -> Finding:
-    difference = (batch.old_logprobs.exp() - batch.rollout_logprobs.exp())[batch.mask].abs()
-    mean, most = float(difference.mean()), float(difference.max())
-    told = f"mean |p_trainer - p_engine| {mean:.2g}, at most {most:.2g}"
-    return Finding(mean <= PROBS_DIFF[dtype], "engine", told)
-
-
-def rewards_sum(batch: RolloutBatch, trainer: Trainer) -> Finding:
-    outside = [name for name in ("rewards", "advantages") if bool((getattr(batch, name)[~batch.trained] != 0).any())]
-    finite = all(bool(getattr(batch, name).isfinite().all()) for name in ("rewards", "advantages"))
-    chosen = batch.advantages[batch.trained]
-    told = (
-        f"mean {float(chosen.mean()):.3g}, deviation {float(chosen.std(correction=0)):.3g} over {chosen.numel()} tokens"
-    )
-    if batch.valid is None and outside:
-        told = f"{outside[0]} are not 0 outside the trained tokens"
-    return Finding(finite and not (batch.valid is None and outside), "advantages", told)
+def engine_agrees(batch: RolloutBatch, trainer: Trainer) -> Finding:
+    apart = (batch.old_logprobs - batch.rollout_logprobs)[batch.mask].abs()
+    told = f"mean |log p_trainer - log p_engine| {float(apart.mean()):.2g}, at most {float(apart.max()):.2g}"
+    return Finding(float(apart.mean()) <= disagreement(trainer), "engine", told)
 
 
 def reference_is_policy(batch: RolloutBatch) -> Finding:
-    kl = float(sequence_kl(batch).abs().max())
-    return Finding(kl < 0.05, "reference", f"KL to the untrained policy before the first update: at most {kl:.2g} nats")
+    kl = float(batch.per_sequence((batch.old_logprobs - batch.ref_logprobs).abs()).max())
+    told = f"its log-probs are the untrained policy's, within {kl:.2g} nats in every response"
+    if not kl < 0.05:
+        told = f"it is not the untrained policy: of one response their log-probs are {kl:.2g} nats apart"
+    return Finding(kl < 0.05, "reference", told)
 
 
 def reference_stays(batch: RolloutBatch, trainer: Trainer) -> Finding:
@@ -124,25 +120,96 @@ def reference_stays(batch: RolloutBatch, trainer: Trainer) -> Finding:
     return Finding(change == 0, "reference", f"its log-probs moved by {change:.2g} with the update")
 
 
-def ratio(sums: dict[str, torch.Tensor], limit: float) -> Finding:
+def placement(batch: RolloutBatch) -> Finding:
+    paid, final = batch.token_scores.double(), batch.rewards
+    outside = int(((paid != 0) | (final != 0))[~batch.mask].sum())
+    if outside:
+        return Finding(False, "reward", f"{outside} tokens that the policy did not sample are paid")
+    sums, sizes = (torch.zeros(len(batch)).double().index_add(0, batch.sequence_ids, x) for x in (paid, paid.abs()))
+    if not bool(((sums - batch.raw_reward).abs() <= 1e-6 * (1 + sizes)).all()):
+        return Finding(False, "reward", "what a response's tokens are paid does not add up to its score")
+    if not bool(final.isfinite().all()):
+        return Finding(False, "reward", "after normalisation and KL some are not finite")
+    last = torch.zeros_like(batch.mask).index_fill(0, batch.last_selected(), True)
+    where = "on tokens inside the responses" if bool((paid != 0)[~last].any()) else "on the last token of each response"
+    low, mean, high = (float(f(batch.raw_reward)) for f in (torch.min, torch.mean, torch.max))
+    spread = "" if high > low else "; all are equal, so nothing can be learnt from them"
+    return Finding(True, "reward", f"paid {where}; {low:.3g} to {high:.3g}, mean {mean:.3g}{spread}")
+
+
+def advantages(batch: RolloutBatch) -> Finding:
+    known = [name for name in ("values", "returns", "advantages") if getattr(batch, name) is not None]
+    if wrong := [name for name in known if not bool(getattr(batch, name)[batch.trained].isfinite().all())]:
+        return Finding(False, "advantages", f"some {wrong[0]} are not finite")
+    if bool((batch.advantages[~batch.trained] != 0).any()):
+        return Finding(False, "advantages", "they are not 0 outside the trained tokens")
+    chosen = batch.advantages[batch.trained].double()
+    if not chosen.numel():
+        return Finding(True, "advantages", "no token is trained")
+    mean, deviation = float(chosen.mean()), float(chosen.std(correction=0))
+    return Finding(True, "advantages", f"mean {mean:.3g}, deviation {deviation:.3g} over {chosen.numel()} tokens")
+
+
+def reasons(batch: RolloutBatch) -> str:
+    """Why no response is trained on: what the filters counted."""
+    counted = {name: x for name, x in batch.metrics.items() if name.endswith("_filtered") or "equal_prompts" in name}
+    return ", ".join(f"{name} {x:.0f}" for name, x in counted.items()) or "no response is valid"
+
+
+def ratio(sums: dict[str, Tensor], limit: float) -> Finding:
     total, count = sums["ratio_error"].tolist()
     mean, most = total / max(count, 1), float(sums["ratio_error_max"])
     return Finding(mean <= limit, "ratio", f"first update: mean |ratio - 1| {mean:.2g}, at most {most:.2g}")
 
 
-def moved(before: dict[str, torch.Tensor], trainer: Trainer) -> Finding:
-    now = dict(trainer.policy.model.named_parameters())
-    changed = sum(not torch.equal(now[name], old) for name, old in before.items())
-    return Finding(changed > 0, "update", f"{changed} of {len(before)} trained tensors changed")
+def trained_parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in trainer.policy.model.named_parameters() if p.requires_grad}
 
 
-def engine_is_fresh(batch: RolloutBatch, trainer: Trainer) -> Finding:
-    """The engine's greedy answer to the first prompt, against the trainer's own log-probs of it."""
-    prompt = list(batch.samples[0].prompt_ids)
-    sampling = replace(Sampling.from_config(trainer.config.policy.generation), greedy=True)
-    (completion,) = trainer.engine.generate([prompt], sampling, [0])
-    probe = pack([prompt], [completion])
+def moved(before: dict[str, Tensor], trainer: Trainer, steps: list[StepMetrics], equal: bool) -> Finding:
+    """`equal`: the rollout's advantages were all 0, and ones were put in their place."""
+    if skipped := sum(step.optimizers["actor"]["skipped"] for step in steps):
+        return Finding(False, "update", f"no finite gradient in {skipped:.0f} of {len(steps)} optimizer steps")
+    now = trained_parameters(trainer)
+    changes = {name: (now[name].detach().cpu() - old).double() for name, old in before.items()}
+    changed = sum(bool(change.any()) for change in changes.values())
+    size = sum(float(old.double().square().sum()) for old in before.values()) ** 0.5
+    change = sum(float(each.square().sum()) for each in changes.values()) ** 0.5
+    told = f"{changed} of {len(before)} trained tensors changed, by {change / size:.2g} of their norm"
+    told += " (with advantages of 1: this rollout's are all 0)" if equal else ""
+    return Finding(changed > 0, "update", told)
+
+
+@torch.no_grad()
+def engine_follows(batch: RolloutBatch, trainer: Trainer) -> Finding:
+    """Refit after a change of every trained weight so large that no rounding hides an engine that did not get it."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trained_parameters(trainer).values():
+        size = float(parameter.float().square().mean().sqrt())
+        noise = torch.randn(parameter.shape, generator=generator) * max(0.5 * size, 0.01)
+        parameter += noise.to(parameter.device, parameter.dtype)
+    few = batch.select(range(min(PROMPTS_AFTER_REFIT, len(batch))))
+    change = trainer.policy.score(few, {"old_logprobs"})["old_logprobs"] - few.old_logprobs
+    large = float(change[few.mask].abs().mean())
+    trainer.progress.step += 1
+    trainer.refit()
+    prompts = [list(prompt) for prompt in dict.fromkeys(sample.prompt_ids for sample in batch.samples)]
+    prompts = prompts[:PROMPTS_AFTER_REFIT]
+    sampling = Sampling.from_config(trainer.config.policy.generation)
+    completions = trainer.engine.generate(prompts, sampling, list(range(len(prompts))))
+    probe = pack(prompts, completions)
     scored = trainer.policy.score(probe, {"old_logprobs"})["old_logprobs"]
-    apart = float((scored.exp() - probe.rollout_logprobs.exp())[probe.mask].abs().mean())
-    fresh = apart <= PROBS_DIFF[trainer.dtype] and completion.weight_version == 1
-    return Finding(fresh, "refit", f"after it, mean |p_trainer - p_engine| {apart:.2g} on a greedy response")
+    own = float((scored - probe.rollout_logprobs)[probe.mask].abs().mean())
+    version = min(completion.weight_version for completion in completions)
+    apart, versions = (list(each) for each in zip(*dist.gather((own, version)), strict=True))
+    if min(versions) != trainer.progress.step:
+        told = (
+            f"the engine calls its weights those of step {min(versions)}, after those of step {trainer.progress.step}"
+        )
+        return Finding(False, "refit", told)
+    told = (
+        f"weights changed on purpose: the trainer's log-probs by {large:.2g}, the engine's are within "
+        f"{max(apart):.2g} of them"
+    )
+    fresh = all(each <= min(disagreement(trainer), large / 4) for each in apart)
+    return Finding(fresh, "refit", told)

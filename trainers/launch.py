@@ -77,16 +77,29 @@ def build(algorithm: str, trainer: str, config: Any, prog: str) -> Any:
 
 
 def diagnose(algorithm: str, trainer: str, config: Any, prog: str) -> int:
-    """`--doctor`: 0 if one step has nothing wrong with it, 1 if it has, 2 if it cannot be made."""
-    from trainers.doctor import examine, temporary
+    """`--doctor`: 0 if one step has nothing wrong with it, 1 if it has, 2 if it cannot be begun."""
+    from trainers.doctor import Finding, examine, temporary
 
+    bad, late = 0, False
     with tempfile.TemporaryDirectory() as folder:
         built = build(algorithm, trainer, temporary(config, f"{folder}/run"), prog)
         if built is None:
             return 2
-        bad = 0
-        for finding in examine(built):
-            print(finding, flush=True)
-            bad += not finding.ok
-    print(f"{bad} of the findings are wrong" if bad else "nothing is wrong with this step")
+        from trainers import dist
+        from trainers.rewards import LateRewardError, RewardError
+        from trainers.run import TrainingError
+
+        try:
+            for finding in examine(built):
+                print(finding, flush=True)
+                bad += not finding.ok
+        except (RewardError, TrainingError) as error:
+            if isinstance(error, RewardError) and error.__cause__ is not None:
+                traceback.print_exception(error.__cause__)
+            print(Finding(False, "reward" if isinstance(error, RewardError) else "step", str(error)), flush=True)
+            bad, late = bad + 1, isinstance(error, LateRewardError)
+    print(f"{bad} of the findings are wrong" if bad else "nothing is wrong with this step", flush=True)
+    if late:  # see launch()
+        os._exit(1)
+    dist.stop()
     return 1 if bad else 0
