@@ -1,4 +1,4 @@
-"""`--doctor`: nothing is wrong with a sound run, each fault is found by its name, and the run's folder stays as it is."""
+"""`--doctor`: nothing is wrong with a sound run, each fault is found by its name, and the run's folder stays as is."""
 
 import re
 from dataclasses import replace
