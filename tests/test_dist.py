@@ -67,6 +67,8 @@ def worker(rank: int, folder: str) -> None:
         assert dist.main_does(lambda: "main") == "main"
         with pytest.raises(ValueError, match="rank 1 cannot"):
             dist.together(lambda: fails_on(1))
+        with pytest.raises(RuntimeError, match="rank 1: its result cannot be sent"):
+            dist.together(lambda: (lambda: 1) if rank == 1 else 1)
         for setting in SETTINGS:
             for cut in CUTS:
                 assert_same(outcome(setting, cut), right[str(setting)], f"{world} ranks, {setting}, {cut}")

@@ -124,8 +124,8 @@ def without_last_token(mask):
 def reward_one_token_late(monkeypatch):
     real = Trainer._score
 
-    def score(self, batch):
-        batch = real(self, batch)
+    def score(self, batch, *args):
+        batch = real(self, batch, *args)
         return batch.update(token_scores=batch.token_scores.roll(1))
 
     monkeypatch.setattr(Trainer, "_score", score)
@@ -144,7 +144,9 @@ def reward_on_the_token_before(monkeypatch):
 
 def score_that_is_not_paid(monkeypatch):
     real = Trainer._score
-    monkeypatch.setattr(Trainer, "_score", lambda self, batch: real(self, batch).update(raw_reward=torch.ones(16)))
+    monkeypatch.setattr(
+        Trainer, "_score", lambda self, batch, *args: real(self, batch, *args).update(raw_reward=torch.ones(16))
+    )
 
 
 def reference_that_moves(monkeypatch):

@@ -114,7 +114,9 @@ def test_whitened_rewards():
     cfg = PPOConfig(reward_normalization="whiten")
     assert paid(Rewards(cfg, LossConfig()), [1.0, 3.0, 100.0], [True, True, False])[:2] == pytest.approx([-1, 1])
     unshifted = PPOConfig(reward_normalization="whiten", reward_normalization_shift=False, cliprange_reward=2.5)
-    assert paid(Rewards(unshifted, LossConfig()), [1.0, 3.0]) == pytest.approx([1.0, 2.5])  # std 1; 3 is clipped
+    # (r - 2) / 2 + 2: the spread is 1, the mean stays
+    assert paid(Rewards(unshifted, LossConfig()), [0.0, 4.0]) == pytest.approx([1.0, 2.5])  # 3, clipped
+    assert paid(Rewards(unshifted, LossConfig()), [1.0, 1.0]) == [1.0, 1.0]
 
 
 def test_reference_moments_are_given_or_measured_once():
@@ -124,6 +126,8 @@ def test_reference_moments_are_given_or_measured_once():
     assert paid(rewards, [7.0, 7.0]) == [0.0, 0.0]  # nothing to measure yet
     assert paid(rewards, [0.0, 4.0]) == [-1.0, 1.0]
     assert paid(rewards, [6.0, 6.0]) == [2.0, 2.0]
+    unshifted = PPOConfig(reward_normalization="ref", reward_normalization_shift=False)
+    assert paid(Rewards(unshifted, LossConfig()), [0.0, 4.0]) == [0.0, 2.0]
     again = Rewards(PPOConfig(reward_normalization="ref"), LossConfig())
     again.load_state_dict(rewards.state_dict())
     assert paid(again, [6.0, 0.0]) == [2.0, -1.0]
@@ -143,7 +147,7 @@ def test_running_deviation_includes_the_batch_and_survives_a_resume():
 
 
 def test_adaptive_kl_coefficient():
-    """KL 12 and 0 over two responses is 6 a response; target 4: the error 0.5 is clipped to 0.2, of 2 / 100."""
+    """KL 12 and 0 over two trained responses is 6 a response; target 4: the error 0.5 is clipped to 0.2; of 3 / 100."""
     cfg = PPOConfig(kl_controller=KLControllerConfig(name="adaptive", target=4.0, horizon=100))
     batch = rollout([0.0, 0.0, 0.0])
     batch.old_logprobs[1:3] = torch.tensor([7.0, 5.0])
@@ -151,10 +155,10 @@ def test_adaptive_kl_coefficient():
     batch.update(valid=torch.tensor([True, True, False]))
     kl = KLController(cfg, LossConfig(reference_policy_kl_penalty=0.5))
     kl.update(batch)
-    assert kl.coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 100))
+    assert kl.coef == pytest.approx(0.5 * (1 + 0.2 * 3 / 100))
     batch.old_logprobs[1:3] = torch.tensor([7.0, 0.2])  # 3.6 a response: 3.6 / 4 - 1 = -0.1
     kl.update(batch)
-    assert kl.coef == pytest.approx(0.5 * 1.004 * (1 - 0.1 * 2 / 100))
+    assert kl.coef == pytest.approx(0.5 * 1.006 * (1 - 0.1 * 3 / 100))
     again = KLController(cfg, LossConfig())
     again.load_state_dict(kl.state_dict())
     assert again.coef == kl.coef

@@ -18,7 +18,7 @@ from trainers.advantages import estimate_advantages
 from trainers.config import GenerationConfig, LossConfig, PPOConfig, PPOTrainerConfig, ReinforceTrainerConfig
 from trainers.engines import Completion
 from trainers.environments import Message, Prompt, RewardError, Sample, Turn
-from trainers.filtering import packed, split, unpacked
+from trainers.filtering import group_of, packed, unpacked
 from trainers.logger import METRICS
 from trainers.metrics import rollout_metrics, token_table
 from trainers.ppo import PPOTrainer
@@ -120,7 +120,7 @@ def test_rows_hold_every_turn_in_order_and_train_what_the_policy_sampled_here():
     ]
     assert batch.turns.tolist() == [2, 1, 3]
     assert batch.ended.tolist() == [0, 0, 1]  # done, done, turns used up
-    assert [batch.finish.tolist(), batch.prompt_lengths.tolist()] == [[1, 1, 0], [2, 4, 2]]
+    assert [batch.finish.tolist(), batch.prompt_lengths.tolist()] == [[0, 0, 0], [2, 4, 2]]
     assert batch.weight_version.tolist() == [1, 1, 1]  # the oldest of a row's turns
     # Each turn was sampled after exactly the ids before it, and asked for once.
     asked = {turn: prompt for turns, prompts, _ in engine.calls for turn, prompt in zip(turns, prompts, strict=True)}
@@ -310,7 +310,7 @@ def test_a_rollout_that_is_carried_over_keeps_its_dialogues():
     batch = score(Answers(ANSWERS), rollout())
     again = unpacked(packed(batch))
     assert again.samples == batch.samples and torch.equal(again.turns, batch.turns)
-    groups = [split(batch, group) for group in (2, 0)]
+    groups = [group_of(batch, group) for group in (2, 0)]
     both = type(batch).concat(groups)
     assert both.turns.tolist() == [3, 2] and both.samples == [batch.samples[2], batch.samples[0]]
 

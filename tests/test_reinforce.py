@@ -130,6 +130,25 @@ def test_the_reference_can_be_left_out(tmp_path):
     assert sample["kl"] is None and sample["tokens"][-1]["ref"] is None and sample["tokens"][-1]["value"] is None
 
 
+def test_a_critic_whose_gradients_are_never_finite_stops_the_run(tmp_path):
+    local = {"value.mode": "local", "value.train_global_batch_size": 8, "value.train_micro_batch_size": 8}
+    config = small(tmp_path, "ppo", ppo__max_num_steps=6, **{key.replace(".", "__"): v for key, v in local.items()})
+    trainer = PPOTrainer(config)
+    trainer.value.head.linear.weight.register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(TrainingError, match="no gradient was finite in 3 rollouts .* value.optimizer.lr"):
+        trainer.fit()
+    assert [row["critic/skipped_steps"] for row in lines(tmp_path)] == [2, 2, 2]
+
+
+def test_the_loader_names_the_setting_that_asks_for_too_many_prompts(tmp_path):
+    with pytest.raises(
+        ValueError, match="reinforce.num_prompts_per_step x reinforce.batch_multiplier=12, but there are"
+    ):
+        ReinforceTrainer(
+            small(tmp_path, reinforce__use_dynamic_sampling=True, reinforce__batch_multiplier=3, env__size=8)
+        )
+
+
 def gradients(loss_fn: LossConfig, **fields: object) -> tuple[float, dict[str, torch.Tensor]]:
     policy = tiny.policy()
     batch = count(tiny.rollout().update(**{"old_logprobs": torch.full((21,), -2.0), **fields}))

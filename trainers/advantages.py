@@ -68,7 +68,8 @@ def lambdas(batch: RolloutBatch, cfg: AdvEstimatorConfig) -> tuple[float | Tenso
     returns = cfg.gae_lambda if cfg.gae_lambda_value is None else cfg.gae_lambda_value
     if cfg.length_adaptive_alpha is not None:  # VAPO (arXiv:2504.05118)
         policy = 1 - 1 / (cfg.length_adaptive_alpha * batch.response_lengths).clamp(min=1)
-    return policy, None if policy is returns else returns
+    same = not isinstance(policy, Tensor) and policy == returns
+    return policy, None if same else returns
 
 
 def compared(batch: RolloutBatch, cfg: AdvEstimatorConfig) -> Tensor:

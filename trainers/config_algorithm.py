@@ -153,7 +153,7 @@ class AlgorithmConfig:
         "are given or measured once; running: r / std of all rewards so far",
         choices=("none", "whiten", "ref", "running"),
     )
-    reward_normalization_shift: bool = opt(True, "whiten and ref subtract the mean; false: they only divide")
+    reward_normalization_shift: bool = opt(True, "false: whiten adds the mean back, ref does not subtract it")
     reward_reference_mean: float | None = opt(
         None, "ref: the mean; default: measured on the first rollout whose rewards differ, and kept"
     )

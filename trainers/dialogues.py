@@ -27,7 +27,7 @@ class Row:
     ids: list[int]
     sampled: list[bool]  # by the policy, in this rollout
     logprobs: list[float]  # the engine's; 0 where not sampled
-    finish: str = "stop"  # how the policy's last turn ended
+    finish: str = "stop"  # how the row ended: "length" where it was cut
     weight_version: int | None = None  # the oldest of its turns
 
     @classmethod
@@ -142,7 +142,7 @@ def read_turns(
         dialogue.stop_strings = tuple(turn.stop_strings)
         room = len(ids) + 1 if max_length is None else max_length - len(dialogue.row.ids)
         if turn.done:
-            dialogue.ended = "done"
+            dialogue.ended, dialogue.row.finish = "done", "stop"  # however long the last turn was
         elif last:
             dialogue.ended = "turns" if room or dialogue.row.finish == "stop" else "length"
         else:

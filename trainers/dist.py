@@ -9,6 +9,7 @@ and everything here returns what it was given.
 """
 
 import os
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -93,22 +94,32 @@ def gather(mine: T) -> list[T]:
 
 def together(compute: Callable[[], T]) -> list[T]:
     """Every rank's result. If `compute` raises on any rank, such an error is raised on all, so that none waits."""
+    if size() == 1:
+        return [compute()]
     result: Any = None
     error: Exception | None = None
     try:
         result = compute()
     except Exception as raised:
-        if size() == 1:
-            raise
         error = raised
-    everyone = gather((result, error))
+    everyone = [pickle.loads(sent) for sent in gather(_pickled(result, error))]
     if error is not None:
         raise error
     for other, (_, theirs) in enumerate(everyone):
         if theirs is not None:
-            theirs.add_note(f"on rank {other}") if hasattr(theirs, "add_note") else None
+            if hasattr(theirs, "add_note"):  # Python 3.11
+                theirs.add_note(f"on rank {other}")
             raise theirs
     return [value for value, _ in everyone]
+
+
+def _pickled(result: Any, error: Exception | None) -> bytes:
+    """What cannot travel to the other ranks becomes an error that can: none of them may be left waiting."""
+    try:
+        return pickle.dumps((result, error))
+    except Exception as problem:
+        what = f"{type(error).__name__}: {error}" if error is not None else f"its result cannot be sent: {problem}"
+        return pickle.dumps((None, RuntimeError(f"rank {rank()}: {what}")))
 
 
 def main_does(compute: Callable[[], T]) -> T:

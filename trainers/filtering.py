@@ -26,6 +26,13 @@ class DynamicSampling:
     def prompts_per_draw(self) -> int:
         return round(self.cfg.num_prompts_per_step * self.cfg.batch_multiplier)
 
+    @property
+    def setting(self) -> str:
+        """What says how many prompts a draw has."""
+        return f"{self.name}.num_prompts_per_step" + (
+            f" x {self.name}.batch_multiplier" * (self.cfg.batch_multiplier != 1)
+        )
+
     def collect(self, draw: Callable[[int], RolloutBatch]) -> RolloutBatch:
         """One step's rollout. `draw(i)` samples and scores the i-th batch of prompts of this step."""
         cfg, wanted = self.cfg, self.cfg.num_prompts_per_step
@@ -34,7 +41,7 @@ class DynamicSampling:
         kept, draws, scores, drawn, counted = self.carried, 0, [], 0, []
         while len(kept) < wanted and draws < cfg.dynamic_sampling_max_gen_batches:
             batch = draw(draws)
-            groups = [split(batch, group) for group in batch.group.unique().tolist()]
+            groups = [group_of(batch, group) for group in batch.group.unique().tolist()]
             kept = kept + [group for group in groups if differs(group)]
             draws, drawn = draws + 1, drawn + len(groups)
             scores.append(batch.raw_reward)
@@ -77,7 +84,7 @@ class DynamicSampling:
         self.carried = [unpacked(record) for record in state["carried"]]
 
 
-def split(batch: RolloutBatch, group: int) -> RolloutBatch:
+def group_of(batch: RolloutBatch, group: int) -> RolloutBatch:
     """The responses to one prompt."""
     rows = (batch.group == group).nonzero().squeeze(-1)
     part = batch.select(rows)

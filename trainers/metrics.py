@@ -37,7 +37,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         difference = (batch.old_logprobs.exp() - batch.rollout_logprobs.exp())[mask].abs()
         apart, error = (batch.old_logprobs - batch.rollout_logprobs)[mask].double(), logprob_error(batch)
         metrics |= {
-            "actor/entropy": mean(batch.entropy[mask]),
+            "actor/entropy": mean(batch.entropy[batch.trained if bool(batch.trained.any()) else mask]),
             "training/rollout_probs_diff_mean": mean(difference),
             "training/rollout_probs_diff_max": float(difference.max()),
             "training/rollout_kl": mean(apart.expm1() - apart),

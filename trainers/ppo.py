@@ -64,7 +64,8 @@ class PPOTrainer(Trainer):
 
     def generate_ppo_data(self, batch: RolloutBatch) -> RolloutBatch:
         """Log-probs, reference log-probs and values, then rewards after KL, advantages and returns."""
-        pending = self.value.infer(batch)  # a remote critic computes while the policy scores
+        with self.run.timer("values"):
+            pending = self.value.infer(batch)  # a remote critic computes while the policy scores
         self.score_logprobs(batch, self.value.wants)
         with self.run.timer("values"):
             values, next_values = pending.result()
@@ -72,7 +73,8 @@ class PPOTrainer(Trainer):
         with self.run.timer("adv"):
             return estimate_advantages(self.rewards(batch, self.kl.coef), self.cfg)
 
-    prepare = generate_ppo_data
+    def prepare(self, batch: RolloutBatch) -> RolloutBatch:
+        return self.generate_ppo_data(batch)
 
     def build_losses(self, path: Path | str, device: torch.device, dtype: torch.dtype) -> None:
         super().build_losses(path, device, dtype)

@@ -199,14 +199,21 @@ class PromptLoader:
     """
 
     def __init__(
-        self, prompts: Sequence[TokenizedPrompt], num_prompts_per_step: int, *, seed: int, shuffle: bool = True
+        self,
+        prompts: Sequence[TokenizedPrompt],
+        num_prompts_per_step: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        setting: str = "ppo.num_prompts_per_step",
     ) -> None:
+        """`setting`: what says how many prompts a batch has, for errors."""
         if num_prompts_per_step < 1:
             raise ValueError(f"num_prompts_per_step must be at least 1, got {num_prompts_per_step}")
         if len(prompts) < num_prompts_per_step:
             raise ValueError(
-                f"ppo.num_prompts_per_step={num_prompts_per_step}, but there are only {len(prompts)} prompts: "
-                f"set it to {len(prompts)} or less"
+                f"{setting}={num_prompts_per_step}, but there are only {len(prompts)} prompts: set it to "
+                f"{len(prompts)} or less"
             )
         self._prompts = list(prompts)
         self._batch = num_prompts_per_step

@@ -55,4 +55,5 @@ class ReinforceTrainer(Trainer):
         with self.run.timer("adv"):
             return estimate_advantages(self.rewards(batch, self.kl.coef), self.cfg)
 
-    prepare = generate_reinforce_data
+    def prepare(self, batch: RolloutBatch) -> RolloutBatch:
+        return self.generate_reinforce_data(batch)

@@ -9,7 +9,7 @@ The KL to the reference, if it is charged in the reward, is per token and detach
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class ConstantRewards:
         calls = calls + 1 if before == value else 1
         calls = calls if all(score == value for score in scores) else 0
         self._seen[name] = (value, calls)
-        if self.limit and calls >= self.limit and name not in self._warned:
+        if self.limit and calls >= self.limit and name not in self._warned and dist.is_main():
             self._warned.add(name)
             logger.warning(
                 "env.constant_reward_steps=%d: the reward %s gave %g to every response so many times in a row: there "
@@ -70,8 +70,11 @@ def score(
     Raises:
         RewardError: a reward that failed, was late or cannot be trained on, on any rank; with the batch's samples.
     """
+    # Cut at prompts: a reward may compare the responses to one.
+    mine = dist.part(batch.group.unique_consecutive().tolist())
+    samples = [sample for sample, group in zip(batch.samples, batch.group.tolist(), strict=True) if group in mine]
     try:
-        found = dist.together(lambda: _asked(environment, dist.part(batch.samples), env))
+        found = dist.together(lambda: _asked(environment, samples, env))
     except RewardError as error:
         error.samples = batch.samples
         raise
@@ -139,8 +142,8 @@ class Rewards:
 
     def __call__(self, batch: RolloutBatch, kl_coef: float) -> RolloutBatch:
         shaped = shape(batch.raw_reward, batch.finish, batch.response_lengths, self.cfg)
-        shift, scale = self.moments(shaped if batch.valid is None else shaped[batch.valid])
-        final = self.clipped((shaped - shift) / scale)
+        normalize = self.moments(shaped if batch.valid is None else shaped[batch.valid])
+        final = self.clipped(normalize(shaped))
         rewards = batch.token_scores.clone()
         rewards[batch.last_selected()] += (final - batch.raw_reward.double()).float()
         if self.loss_fn.use_kl_in_reward and kl_coef:
@@ -152,24 +155,26 @@ class Rewards:
         if batch.greedy is not None:
             greedy = batch.greedy
             other = shape(greedy.raw_reward, greedy.finish, greedy.response_lengths, self.cfg)
-            batch.update(baseline=self.clipped((other - shift) / scale).float()[batch.group])
+            batch.update(baseline=self.clipped(normalize(other)).float()[batch.group])
         return batch
 
-    def moments(self, reward: Tensor) -> tuple[float, float]:
-        """What is subtracted from this rollout's rewards, and what they are then divided by."""
-        kind, mean, deviation = self.cfg.reward_normalization, 0.0, 1.0
+    def moments(self, reward: Tensor) -> Callable[[Tensor], Tensor]:
+        """How this rollout's rewards are normalised, from those of its responses that are trained on, [B'] float64."""
+        kind, shifted = self.cfg.reward_normalization, self.cfg.reward_normalization_shift
         if kind == "running":
             self._measure(reward.tolist())
-            return 0.0, math.sqrt(self.squares / (self.count - 1)) or 1.0 if self.count > 1 else 1.0
-        if kind == "whiten" and len(reward):
-            mean, deviation = float(reward.mean()), float(reward.std(correction=0)) + 1e-8
-        if kind == "ref" and len(reward):
-            mean, deviation = self.reference or (float(reward.mean()), float(reward.std(correction=0)))
-            if deviation > 0:
-                self.reference = (mean, deviation)
-            else:  # nothing to measure yet
-                deviation = 1.0
-        return (mean if self.cfg.reward_normalization_shift else 0.0), deviation
+            deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 1.0
+            return lambda r: r / (deviation or 1.0)
+        if kind == "none" or not len(reward):
+            return lambda r: r
+        mean, deviation = float(reward.mean()), float(reward.std(correction=0))
+        if kind == "whiten":
+            kept = 0.0 if shifted else mean  # without the shift the mean comes back, as in fastppo.whiten
+            return lambda r: (r - mean) / (deviation + 1e-8) + kept
+        if self.reference is None and deviation > 0:
+            self.reference = (mean, deviation)
+        mean, deviation = self.reference or (mean, 1.0)  # equal rewards are nothing to measure a deviation by
+        return lambda r: (r - mean if shifted else r) / deviation
 
     def _measure(self, rewards: list[float]) -> None:
         for reward in rewards:
@@ -225,7 +230,7 @@ class KLController:
             return
         kl = float(batch.per_sequence(batch.old_logprobs - batch.ref_logprobs)[trained].double().mean())
         error = min(max(kl / self.cfg.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * int(trained.sum()) / self.cfg.horizon
+        self.coef *= 1 + error * len(batch) / self.cfg.horizon
 
     def state_dict(self) -> dict[str, Any]:
         return {"coef": self.coef}

@@ -138,7 +138,8 @@ class RolloutBatch:
             for f in fields(self)
             if "per" in f.metadata and (value := getattr(self, f.name)) is not None
         }
-        return replace(self, cu_seqlens=cu_seqlens, samples=[], greedy=None, metrics={}, **chosen)
+        own = {"samples": [], "greedy": None, "metrics": {}, "rank_imbalance": [], "empty_minibatches": 0}
+        return replace(self, cu_seqlens=cu_seqlens, **own, **chosen)
 
     @classmethod
     def concat(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":

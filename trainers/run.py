@@ -160,12 +160,15 @@ class Run:
                 f"nothing was left to train on in {MAX_SKIPPED_STEPS} rollouts in a row: the last one had "
                 + ", ".join(f"{name} {value:.4g}" for name, value in why.items())
             )
-        skipped = 0 < metrics.get("actor/optimizer_steps", 0.0) <= metrics["actor/skipped_steps"]
+        skipped = any(
+            0 < metrics.get(f"{part}/optimizer_steps", 0.0) <= metrics[f"{part}/skipped_steps"]
+            for part in ("actor", "critic")
+        )
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
         if progress.skipped_in_a_row >= MAX_SKIPPED_STEPS:
             raise TrainingError(
                 f"no gradient was finite in {MAX_SKIPPED_STEPS} rollouts in a row: try a new run with a lower "
-                "policy.optimizer.lr"
+                "policy.optimizer.lr or value.optimizer.lr"
             )
 
     def __enter__(self) -> "Run":

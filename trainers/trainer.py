@@ -64,12 +64,12 @@ class Trainer:
         dtype = dist.main_does(lambda: pick_dtype(wanted, device))
         reference = not self.cfg.skip_reference_policy_logprobs_calculation
         self.policy = HFPolicy(path, config.policy, device=device, dtype=dtype, reference=reference)
-        self.scored = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
+        self.logprobs = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
         self.rewards = rewards.Rewards(self.cfg, config.loss_fn)
         self.kl = rewards.KLController(self.cfg, config.loss_fn)
-        self.sampling = DynamicSampling(self.cfg, config.name)
+        self.dynamic_sampling = DynamicSampling(self.cfg, config.name)
         self.stateful: dict[str, Any] = {"policy": self.policy, "rewards": self.rewards, "kl": self.kl}
-        self.stateful["sampling"] = self.sampling
+        self.stateful["dynamic_sampling"] = self.dynamic_sampling
         self.build_losses(path, device, dtype)
 
         sampled = config.policy.generation.dtype
@@ -88,7 +88,11 @@ class Trainer:
         longest = (max(len(prompt.ids) for prompt in part) for part in (tokenized[0], self.eval_prompts))
         check_model(config, self.policy.model.config, *longest)
         self.loader = PromptLoader(
-            tokenized[0], self.sampling.prompts_per_draw, seed=self.cfg.seed, shuffle=config.data.shuffle
+            tokenized[0],
+            self.dynamic_sampling.prompts_per_draw,
+            seed=self.cfg.seed,
+            shuffle=config.data.shuffle,
+            setting=self.dynamic_sampling.setting,
         )
         self.progress = Progress()
         self.dtype = str(dtype).removeprefix("torch.")
@@ -129,7 +133,7 @@ class Trainer:
         """Prompts -> responses -> scores, drawn again by dynamic sampling until enough of them say what is better."""
         self.offload()
         with self.saved_on_failure():
-            return self.sampling.collect(lambda draw: self._draw(step, draw))
+            return self.dynamic_sampling.collect(lambda draw: self._draw(step, draw))
 
     def offload(self) -> None:
         """What generation does not need leaves the device, if so configured, until it is needed again."""
@@ -144,7 +148,7 @@ class Trainer:
         with self.run.timer("reward"):
             if batch.greedy is not None:
                 self._score(batch.greedy)
-            return self._score(batch)
+            return self._score(batch, self.constant_rewards)
 
     def _generate(
         self,
@@ -169,8 +173,8 @@ class Trainer:
             **how,
         )
 
-    def _score(self, batch: RolloutBatch) -> RolloutBatch:
-        return rewards.score(self.environment, batch, self.config.env, self.constant_rewards)
+    def _score(self, batch: RolloutBatch, constant: rewards.ConstantRewards | None = None) -> RolloutBatch:
+        return rewards.score(self.environment, batch, self.config.env, constant)
 
     @contextmanager
     def saved_on_failure(self) -> Iterator[None]:
@@ -189,7 +193,7 @@ class Trainer:
     def score_logprobs(self, batch: RolloutBatch, want: set[str] = frozenset()) -> RolloutBatch:
         """Log-probs of the policy and the reference, and what else the policy's pass can give; then who is left out."""
         with self.run.timer("old_log_prob"):
-            batch.update(**self.policy.score(batch, self.scored | want))
+            batch.update(**self.policy.score(batch, self.logprobs | want))
             return leave_out(batch, self.cfg)
 
     def prepare(self, batch: RolloutBatch) -> RolloutBatch:
