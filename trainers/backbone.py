@@ -240,6 +240,11 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if best[torch.bfloat16] * 1.3 < best[torch.float32] else torch.float32
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """As settings write it: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def model_facts(path: Path | str, model: PreTrainedModel) -> dict[str, object]:
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainers import dist
+from trainers.backbone import name_of
 from trainers.engines import Sampling
 from trainers.optim import StepMetrics
 from trainers.rollout import FINISH, RolloutBatch, pack
@@ -96,8 +97,8 @@ def masks(batch: RolloutBatch, trainer: Trainer) -> Finding:
 
 def disagreement(trainer: Trainer) -> float:
     """The limit that holds for the coarser of the trainer's and the engine's dtype."""
-    engine = trainer.config.policy.generation.dtype
-    return max(DISAGREEMENT[trainer.dtype], DISAGREEMENT[trainer.dtype if engine == "auto" else engine])
+    own, engine = name_of(trainer.dtype), trainer.config.policy.generation.dtype
+    return max(DISAGREEMENT[own], DISAGREEMENT[own if engine == "auto" else engine])
 
 
 def engine_agrees(batch: RolloutBatch, trainer: Trainer) -> Finding:

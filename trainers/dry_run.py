@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainers.arithmetic import ConfigError, check
-from trainers.backbone import is_cut, pick_device, pick_dtype
+from trainers.backbone import is_cut, name_of, pick_device, pick_dtype
 from trainers.batch_plan import counted
 from trainers.config import PolicyConfig, TrainerConfig, ValueConfig
 from trainers.environments import Environment, check_turns, make_environment
@@ -172,7 +172,3 @@ def adapters_in(model: Any, policy: PolicyConfig) -> Adapters:
 
 def absent(part: str, name: str) -> str:
     return f"{part:<10}{name} is not on this machine yet: its size is known after the first run has fetched it"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -17,8 +17,6 @@ if __name__ == "__main__":  # before torch is imported, so that --help and a mis
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainers.advantages import estimate_advantages
 from trainers.config import PPOTrainerConfig
 from trainers.losses import JointLoss, PolicyLoss, ValueLoss
@@ -76,9 +74,9 @@ class PPOTrainer(Trainer):
     def prepare(self, batch: RolloutBatch) -> RolloutBatch:
         return self.generate_ppo_data(batch)
 
-    def build_losses(self, path: Path | str, device: torch.device, dtype: torch.dtype) -> None:
-        super().build_losses(path, device, dtype)
-        self.value = self._make_value(path, device, dtype)
+    def build_losses(self, path: Path | str) -> None:
+        super().build_losses(path)
+        self.value = self._make_value(path)
         self.stateful["value"] = self.value
         self.value_loss = ValueLoss(self.config.value_loss_fn)
         if isinstance(self.value, SharedValue) and isinstance(self.policy_loss, PolicyLoss):
@@ -94,14 +92,16 @@ class PPOTrainer(Trainer):
         super().offload()
         self.value.offload()
 
-    def _make_value(self, path: Path | str, device: torch.device, dtype: torch.dtype) -> Value:
+    def _make_value(self, path: Path | str) -> Value:
         cfg = self.config.critic
         if cfg is None:
             return NoValue()
         if cfg.mode == "shared":
             return SharedValue(self.policy, cfg)
         own = path if cfg.model_name is None else resolve_model(cfg.model_name)
-        return LocalValue(own, cfg, device=device, dtype=dtype, score_batch=self.config.policy.logprob_batch_size)
+        return LocalValue(
+            own, cfg, device=self.device, dtype=self.dtype, score_batch=self.config.policy.logprob_batch_size
+        )
 
     def _write(self, folder: Path) -> None:
         super()._write(folder)

@@ -10,10 +10,11 @@ import torch
 from trainers import checkpoint, dist, rewards
 from trainers.advantages import needs_greedy
 from trainers.arithmetic import check, check_model
-from trainers.backbone import model_facts, pick_device, pick_dtype
+from trainers.backbone import model_facts, name_of, pick_device, pick_dtype
 from trainers.batching import policy_minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
 from trainers.config import GenerationConfig, TrainerConfig
+from trainers.engines import Engine
 from trainers.engines.native import NativeEngine
 from trainers.environments import Environment, Prompt, check_turns, make_environment
 from trainers.filtering import DynamicSampling, leave_out
@@ -52,59 +53,68 @@ class Trainer:
         self.run = Run(config)
         self.environment = environment or make_environment(config.env)
         check_turns(self.environment, config)
-        self.constant_rewards = rewards.ConstantRewards(config.env.constant_reward_steps)
-        name = self.environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
         prompts = load_prompts(config.data, self.environment)
-        resumed = checkpoint.find(config.checkpointing.resume, self.run.dir)
-        path = resolve_model(name)
-        device = pick_device(config.cluster.device)
-        check_device(config, device)
-        # What "auto" once measured is part of the run: a resume must not measure anew.
-        wanted = checkpoint.compute_dtype(resumed) if resumed else config.policy.dtype
-        dtype = dist.main_does(lambda: pick_dtype(wanted, device))
-        reference = not self.cfg.skip_reference_policy_logprobs_calculation
-        self.policy = HFPolicy(path, config.policy, device=device, dtype=dtype, reference=reference)
-        self.logprobs = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
+        validation = eval_prompts or load_val_prompts(config.data, self.environment)
+        self.resumed = checkpoint.find(config.checkpointing.resume, self.run.dir)
+        self.device = pick_device(config.cluster.device)
+        check_device(config, self.device)
+
+        path = self._make_policy()
+        self.engine = self._make_engine()
+        self._tokenize(prompts, validation)
+        self.constant_rewards = rewards.ConstantRewards(config.env.constant_reward_steps)
         self.rewards = rewards.Rewards(self.cfg, config.loss_fn)
         self.kl = rewards.KLController(self.cfg, config.loss_fn)
-        self.dynamic_sampling = DynamicSampling(self.cfg, config.name)
         self.stateful: dict[str, Any] = {"policy": self.policy, "rewards": self.rewards, "kl": self.kl}
         self.stateful["dynamic_sampling"] = self.dynamic_sampling
-        self.build_losses(path, device, dtype)
+        self.build_losses(path)
 
-        sampled = config.policy.generation.dtype
-        engine_dtype = dtype if sampled == "auto" else getattr(torch, sampled)
-        self.engine = NativeEngine(
-            self.policy.engine_model(engine_dtype),
-            self.policy.tokenizer,
-            max_batch_size=config.policy.generation.max_batch_size,
-        )
-        vocab_size = self.policy.model.get_input_embeddings().num_embeddings
-        tokenized = [
-            tokenize_prompts(part, self.policy.tokenizer, config.data, vocab_size=vocab_size)
-            for part in (prompts, eval_prompts or load_val_prompts(config.data, self.environment))
-        ]
-        self.eval_prompts = tokenized[1] or tokenized[0]
-        longest = (max(len(prompt.ids) for prompt in part) for part in (tokenized[0], self.eval_prompts))
-        check_model(config, self.policy.model.config, *longest)
-        self.loader = PromptLoader(
-            tokenized[0],
-            self.dynamic_sampling.prompts_per_draw,
-            seed=self.cfg.seed,
-            shuffle=config.data.shuffle,
-            setting=self.dynamic_sampling.setting,
-        )
         self.progress = Progress()
-        self.dtype = str(dtype).removeprefix("torch.")
-        facts = {"compute_dtype": self.dtype, "device": str(device), **model_facts(path, self.policy.model)}
         self.saved_step: int | None = None
         self.validated_step: int | None = None
-        if resumed:
-            self._resume(resumed)
-        self.run.open(facts)
+        if self.resumed:
+            self._resume(self.resumed)
+        facts = {"compute_dtype": name_of(self.dtype), "device": str(self.device)}
+        self.run.open(facts | model_facts(path, self.policy.model))
 
-    def build_losses(self, path: Path | str, device: torch.device, dtype: torch.dtype) -> None:
-        """The policy's loss, and whatever else the algorithm optimises."""
+    def _make_policy(self) -> Path | str:
+        """Policy and reference; where they were loaded from, which a critic's backbone may be too."""
+        cfg, name = self.config.policy, self.config.policy.model_name
+        path = resolve_model(self.environment.default_model if name == "auto" else name)
+        # What "auto" once measured is part of the run: a resume must not measure anew.
+        wanted = checkpoint.compute_dtype(self.resumed) if self.resumed else cfg.dtype
+        self.dtype = dist.main_does(lambda: pick_dtype(wanted, self.device))
+        reference = not self.cfg.skip_reference_policy_logprobs_calculation
+        self.logprobs = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
+        self.policy = HFPolicy(path, cfg, device=self.device, dtype=self.dtype, reference=reference)
+        return path
+
+    def _make_engine(self) -> Engine:
+        cfg = self.config.policy.generation
+        dtype = self.dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+        return NativeEngine(self.policy.engine_model(dtype), self.policy.tokenizer, max_batch_size=cfg.max_batch_size)
+
+    def _tokenize(self, prompts: Sequence[Prompt], validation: Sequence[Prompt]) -> None:
+        """The prompts of training, in a loader, and those of validation: the same where there are no others."""
+        vocab_size = self.policy.model.get_input_embeddings().num_embeddings
+        tokenized, others = (
+            tokenize_prompts(part, self.policy.tokenizer, self.config.data, vocab_size=vocab_size)
+            for part in (prompts, validation)
+        )
+        self.eval_prompts = others or tokenized
+        longest = (max(len(prompt.ids) for prompt in part) for part in (tokenized, self.eval_prompts))
+        check_model(self.config, self.policy.model.config, *longest)
+        self.dynamic_sampling = DynamicSampling(self.cfg, self.config.name)
+        self.loader = PromptLoader(
+            tokenized,
+            self.dynamic_sampling.prompts_per_draw,
+            seed=self.cfg.seed,
+            shuffle=self.config.data.shuffle,
+            setting=self.dynamic_sampling.setting,
+        )
+
+    def build_losses(self, path: Path | str) -> None:
+        """The policy's loss, and whatever else the algorithm optimises; `path` is the policy's model."""
         generation = self.config.policy.generation
         loss = PolicyLoss(
             self.config.loss_fn,
@@ -281,7 +291,7 @@ class Trainer:
     def _write(self, folder: Path) -> None:
         self.policy.save(folder / "policy")
         save_config(self.config, folder / "config.yaml")
-        training = training_record(self.progress, loader=self.loader.state_dict(), compute_dtype=self.dtype)
+        training = training_record(self.progress, loader=self.loader.state_dict(), compute_dtype=name_of(self.dtype))
         checkpoint.write_state(folder, training, {name: part.state_dict() for name, part in self.stateful.items()})
 
     def _resume(self, folder: Path) -> None:
