@@ -331,7 +331,7 @@ class TestUnused:
 
     def test_the_message(self):
         assert refused("loss_fn.norm_length=10") == (
-            "loss_fn.norm_length=10.0 has no effect with loss_fn.aggregation=token_mean: leave it at null"
+            "loss_fn.norm_length=10.0 has no effect with loss_fn.aggregation=token_mean: set it to null"
         )
 
     def test_the_default_value_is_never_refused(self):

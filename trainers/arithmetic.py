@@ -256,7 +256,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
         every = [key for key in now if key.startswith(f"{block}.")]
         for key in every if names == "*" else (f"{block}.{name}" for name in names.split()):
             if condition and key in now and now[key] != default[key]:
-                yield f"{key}={shown(now[key])} has no effect with {reason}: leave it at {shown(default[key])}"
+                yield f"{key}={shown(now[key])} has no effect with {reason}: set it to {shown(default[key])}"
 
 
 def needed(config: TrainerConfig) -> Iterator[str]:

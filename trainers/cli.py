@@ -3,6 +3,7 @@
 Neither torch nor transformers is imported here, so that `--help` and a mistake answer at once.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,7 +80,8 @@ def exit_on_error(prog: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, ImportError) as error:
-        print(f"{prog}: error: " + "\n  ".join(str(error).splitlines()), file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun every rank finds the same mistake
+            print(f"{prog}: error: " + "\n  ".join(str(error).splitlines()), file=sys.stderr)
         raise SystemExit(2) from None
 
 

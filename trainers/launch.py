@@ -66,7 +66,7 @@ def build(algorithm: str, trainer: str, config: Any, prog: str) -> Any:
         return getattr(module, trainer)(config)
     except ModuleNotFoundError as error:
         print(f'{prog}: error: {error}; pip install "fastppo[trainer]" brings what the trainers need', file=sys.stderr)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
     except (RuntimeError, MemoryError) as error:
         if not (isinstance(error, TrainingError) or is_out_of_memory(error)):

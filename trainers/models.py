@@ -20,6 +20,7 @@ import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 from trainers.extras import require
@@ -72,9 +73,11 @@ def resolve_model(name: str, *, cache_dir: str | Path | None = None) -> Path | s
         return folder
     if name and folder.exists():
         raise ValueError(f"policy.model_name={name!r} is a file; expected a Hugging Face model folder or a hub id")
+    if near := get_close_matches(name, (SMOLLM2, TINY_LLAMA), 1, 0.8):
+        raise ValueError(f"policy.model_name={name!r} is not a folder; did you mean {near[0]}?")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise ValueError(
-            f"policy.model_name={name!r} is neither an existing folder nor a hub id (owner/name); "
+            f"policy.model_name={name!r} is neither an existing folder nor a hub id (name or owner/name); "
             f"built-in models: {SMOLLM2}, {TINY_LLAMA}"
         )
     return name

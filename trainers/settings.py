@@ -112,6 +112,10 @@ def unknown_key(key: str, known: Known, value: Any = None, where: str = "") -> C
     if key in block_names(known):
         first = next(k for k in known if k.startswith(key + "."))
         return ConfigError(f"{where}{key} is a block of settings: set them one by one, as in {first}=VALUE")
+    if key.partition(".")[0] in ("value", "value_loss_fn") and "value.mode" not in known:
+        return ConfigError(
+            f"{where}there is no setting {key}: this trainer has no critic, python -m trainers.ppo has one"
+        )
     near = suggest(key, block_names(known) if isinstance(value, Mapping) else known)
     hint = f"; did you mean {one_of(near)}?" if near else "; --help lists every key"
     return ConfigError(f"{where}there is no setting {key}{hint}")

@@ -304,7 +304,11 @@ class Trainer:
         self.progress = progress_from(training)
         self.saved_step = self.progress.step
         if dist.is_main():
-            print(f"resumed after step {self.progress.step} from {folder}", flush=True)
+            done = self.progress.step >= self.cfg.max_num_steps
+            nothing = (
+                f"; {self.config.name}.max_num_steps={self.cfg.max_num_steps} leaves nothing to train" if done else ""
+            )
+            print(f"resumed after step {self.progress.step} from {folder}{nothing}", flush=True)
 
     def _read(self, folder: Path, state: dict[str, Any]) -> None:
         for name, part in self.stateful.items():
