@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainers import models
@@ -385,3 +387,13 @@ def test_the_real_smollm2(tmp_path):
         out = model.generate(**ids, max_new_tokens=8, do_sample=False)
     assert tokenizer.decode(out[0, ids["input_ids"].shape[1] :]) == "The capital of France is Paris.<|im_end|>"
     assert names(tmp_path) == [folder.name]
+
+
+def test_the_second_of_two_ranks_makes_its_own_folder(tmp_path):
+    """transformers writes on the first rank alone, and both may find the cache empty."""
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        folder = resolve_model("tiny-llama", cache_dir=tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()) > 0

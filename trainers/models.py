@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from trainers.extras import require
 from trainers.files import fsync
@@ -212,8 +213,14 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     if getattr(model, "hf_quantizer", None) is not None:
         del model.hf_quantizer
     model.is_quantized = False
-    model.save_pretrained(folder)
+    _save(model, folder)
     tokenizer.save_pretrained(folder)
+
+
+def _save(model: Any, folder: Path) -> None:
+    # Among ranks that have joined, transformers lets the first one alone write; here each writes a folder of its own.
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    model.save_pretrained(folder)
 
 
 def _tiny_llama_config() -> dict[str, object]:
@@ -248,7 +255,7 @@ def _build_tiny_llama(workspace: Path, folder: Path) -> None:
         for parameter in model.parameters():
             if parameter.ndim > 1:  # norms stay at 1
                 parameter.normal_(0.0, config.initializer_range, generator=generator)
-    model.save_pretrained(folder)
+    _save(model, folder)
 
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(TINY_LLAMA_WORDS)}, unk_token="<s>")
