@@ -5,7 +5,6 @@ environment, {(sample, turn): Turn}. A script lacks what must not be asked for.
 """
 
 import json
-import re
 import textwrap
 from pathlib import Path
 
@@ -400,8 +399,8 @@ def test_the_rows_must_fit_the_model_and_the_prompts(tmp_path):
 def test_the_example_of_the_docs_plays(tmp_path):
     """Guess in docs/environments.md: wrong guesses are told more or less, and counted in the dialogue's state."""
     page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text()
-    code = textwrap.dedent(page[page.index("    class Guess") : page.index("`Prompt`, `Sample` and `Turn` come")])
-    names = {"re": re, "Prompt": Prompt, "Turn": Turn}
+    code = textwrap.dedent(page[page.index("    import re") : page.index("After each turn of the policy")])
+    names: dict = {}
     exec(code, names)
     environment = names["Guess"](highest=20)
     prompt = environment.prompts()[6]

@@ -80,7 +80,8 @@ class Trainer:
     def _make_policy(self) -> Path | str:
         """Policy and reference; where they were loaded from, which a critic's backbone may be too."""
         cfg, name = self.config.policy, self.config.policy.model_name
-        path = resolve_model(self.environment.default_model if name == "auto" else name)
+        wanted_model = self.environment.default_model if name == "auto" else name
+        path = dist.together(lambda: resolve_model(wanted_model))[dist.rank()]
         # What "auto" once measured is part of the run: a resume must not measure anew.
         wanted = checkpoint.compute_dtype(self.resumed) if self.resumed else cfg.dtype
         self.dtype = dist.main_does(lambda: pick_dtype(wanted, self.device))
