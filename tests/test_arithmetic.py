@@ -140,6 +140,8 @@ BOUNDS = {
     "loss_fn.ratio_clip_min": (["0", "1.01"], ["1", "1e-4"]),
     "loss_fn.ratio_clip_max": (["0", "-1"], ["5", "null"]),
     "loss_fn.ratio_clip_c": (["1", "0.5"], ["1.01"]),
+    "loss_fn.kl_input_clamp_value": (["0", "21"], ["20", "0.5"]),
+    "loss_fn.kl_output_clamp_value": (["0"], ["100"]),
     "loss_fn.entropy_bonus": (["-0.01"], ["0.01"]),
     "loss_fn.reference_policy_kl_penalty": (["-0.01"], ["0"]),
     "value_loss_fn.scale": (["0"], ["0.5"]),

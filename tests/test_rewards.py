@@ -109,6 +109,24 @@ def test_rewards_that_cannot_be_trained_on_are_refused_with_the_sample(answers, 
         score(Answers(answers), batch())
 
 
+@pytest.mark.parametrize(
+    ("options", "kl"),
+    [
+        ({}, [10.0, 2.0, -10.0]),  # log ratios old - ref of 30, 2 and -12
+        ({"kl_output_clamp_value": 15.0}, [15.0, 2.0, -12.0]),
+        ({"kl_output_clamp_value": 100.0}, [20.0, 2.0, -12.0]),
+        ({"kl_input_clamp_value": 1.0}, [1.0, 1.0, -1.0]),
+        ({"kl_input_clamp_value": 4.0, "reference_policy_kl_type": "k2"}, [8.0, 2.0, 8.0]),
+    ],
+)
+def test_the_charged_kl_is_bounded(options, kl):
+    scored = score(Answers([0.0, 0.0]), batch())
+    old = torch.tensor([0, 0, -1.0, -2, -13, 0, 0, 0])
+    scored.update(old_logprobs=old, ref_logprobs=old - torch.tensor([9, 9, 30.0, 2, -12, 9, 0, 0]))
+    cfg = LossConfig(reference_policy_kl_penalty=0.5, **options)
+    assert charged(scored, PPOConfig(), cfg).rewards[2:5].tolist() == [-0.5 * x for x in kl]
+
+
 def ppo_settings(**options):
     return tiny.config(**{f"ppo__{key}": value for key, value in options.items()}).ppo
 

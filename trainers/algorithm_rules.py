@@ -55,6 +55,11 @@ def unused_rules(config: TrainerConfig) -> list[Rule]:
         (loss.aggregation != "token_sum_norm", "loss_fn: norm_length", f"loss_fn.aggregation={loss.aggregation}"),
         (loss.use_kl_in_reward, "loss_fn: reference_policy_kl_gradient", "loss_fn.use_kl_in_reward=true"),
         (
+            not loss.use_kl_in_reward,
+            "loss_fn: kl_input_clamp_value kl_output_clamp_value",
+            "loss_fn.use_kl_in_reward=false, where log ratios are bounded by 20",
+        ),
+        (
             per_token or not loss.use_kl_in_reward,
             f"{name}: kl_reduction",
             f"{own}.name={estimator.name}, which takes the KL per token"

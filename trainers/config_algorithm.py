@@ -39,6 +39,10 @@ class LossConfig:
     use_kl_in_reward: bool = opt(True, "charge the KL to the reference per token in the reward; false: in the loss")
     reference_policy_kl_penalty: float = opt(0.05, "KL coefficient; 0: the reference is only measured")
     reference_policy_kl_type: str = opt("k1", "estimator of the KL", choices=("k1", "abs", "k2", "k3"))
+    kl_input_clamp_value: float = opt(
+        20.0, "KL in the reward: log ratios count as at most this, either way; the loss's own bound is 20"
+    )
+    kl_output_clamp_value: float = opt(10.0, "KL in the reward: what a token is charged is at most this, either way")
     reference_policy_kl_gradient: str = opt("reverse", "gradient of a KL in the loss", choices=("reverse", "pathwise"))
     force_on_policy_ratio: bool = opt(
         False,

@@ -55,6 +55,8 @@ RANGES: dict[str, Rule] = {
     "loss_fn.entropy_bonus": NOT_NEGATIVE,
     "loss_fn.norm_length": POSITIVE,
     "loss_fn.reference_policy_kl_penalty": NOT_NEGATIVE,
+    "loss_fn.kl_input_clamp_value": ("> 0 and <= 20", lambda x: 0 < x <= 20),
+    "loss_fn.kl_output_clamp_value": POSITIVE,
     "loss_fn.positive_example_nll_weight": NOT_NEGATIVE,
     "loss_fn.importance_sampling.min": NOT_NEGATIVE,
     "loss_fn.importance_sampling.max": POSITIVE,

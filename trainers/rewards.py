@@ -147,7 +147,7 @@ class Rewards:
         rewards = batch.token_scores.clone()
         rewards[batch.last_selected()] += (final - batch.raw_reward.double()).float()
         if self.loss_fn.use_kl_in_reward and kl_coef:
-            kl = fastppo.kl_divergence(batch.old_logprobs, batch.ref_logprobs, self.loss_fn.reference_policy_kl_type)
+            kl = self.token_kl(batch)
             if self.cfg.kl_reduction == "mean":
                 kl = kl / batch.response_lengths[batch.sequence_ids]
             rewards -= kl_coef * torch.where(batch.mask, kl, 0.0)
@@ -157,6 +157,13 @@ class Rewards:
             other = shape(greedy.raw_reward, greedy.finish, greedy.response_lengths, self.cfg)
             batch.update(baseline=self.clipped(normalize(other)).float()[batch.group])
         return batch
+
+    def token_kl(self, batch: RolloutBatch) -> Tensor:
+        """[T]: the estimate of each token's KL to the reference, its log ratio and itself bounded."""
+        cfg, logprobs = self.loss_fn, batch.old_logprobs
+        ratio = (batch.ref_logprobs - logprobs).clamp(-cfg.kl_input_clamp_value, cfg.kl_input_clamp_value)
+        kl = fastppo.kl_divergence(torch.zeros_like(ratio), ratio, cfg.reference_policy_kl_type)
+        return kl.clamp(-cfg.kl_output_clamp_value, cfg.kl_output_clamp_value)
 
     def moments(self, reward: Tensor) -> Callable[[Tensor], Tensor]:
         """How this rollout's rewards are normalised, from those of its responses that are trained on, [B'] float64."""
