@@ -105,10 +105,7 @@ def score_parts(
     size = {"token": batch.tokens.numel(), "sequence": len(batch)}
     out: dict[str, Tensor] = {}
     for i, each in (pair for pairs in dist.gather(found) for pair in pairs):
-        rows = parts[i]
-        part = batch.select(rows)
-        starts = batch.cu_seqlens[:-1][rows][part.sequence_ids]
-        place = {"token": starts + part.positions, "sequence": rows}
+        place = {"token": batch.tokens_of(parts[i]), "sequence": parts[i]}
         for name, value in each.items():
             if name not in out:
                 out[name] = value.new_empty(size[per[name]], *value.shape[1:])

@@ -126,13 +126,17 @@ class RolloutBatch:
         index = torch.where(self.mask, torch.arange(self.tokens.numel()), -1)
         return torch.full((len(self),), -1).scatter_reduce(0, self.sequence_ids, index, "amax")
 
+    def tokens_of(self, rows: Tensor) -> Tensor:
+        """[T'] int64: packed index of every token of the sequences `rows`, in that order."""
+        lengths = self.lengths[rows]
+        ends = lengths.cumsum(0)
+        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(self.cu_seqlens[1:][rows] - ends, lengths)
+
     def select(self, rows: Tensor | Sequence[int]) -> "RolloutBatch":
         """The sequences `rows`, in that order, with everything known of them."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
-        lengths = self.lengths[rows]
-        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        offsets = torch.repeat_interleave(self.cu_seqlens[:-1][rows] - cu_seqlens[:-1], lengths)
-        at = {"token": torch.arange(int(cu_seqlens[-1])) + offsets, "sequence": rows}
+        cu_seqlens = torch.nn.functional.pad(self.lengths[rows].cumsum(0), (1, 0))
+        at = {"token": self.tokens_of(rows), "sequence": rows}
         chosen = {
             f.name: value[at[f.metadata["per"]]]
             for f in fields(self)
