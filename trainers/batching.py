@@ -23,9 +23,11 @@ def minibatches(batch: RolloutBatch, size: int, *, seed: int, step: int, epoch: 
     trained = batch.trained_lengths > 0
     for rows in torch.randperm(len(batch), generator=generator).split(size):
         if len(rows := rows[trained[rows]]):
-            whole = count(batch.select(rows))
-            batch.rank_imbalance.append(dist.imbalance(whole.lengths))
-            yield whole if dist.size() == 1 else part_of(whole, torch.tensor(dist.rows(whole.lengths)))
+            minibatch = count(batch.select(rows))
+            if dist.size() > 1:
+                batch.rank_imbalance.append(dist.imbalance(minibatch.lengths))
+                minibatch = part_of(minibatch, torch.tensor(dist.rows(minibatch.lengths), dtype=torch.int64))
+            yield minibatch
         else:
             batch.empty_minibatches += 1
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import fastppo
-from trainers import dist
 from trainers.dialogues import ENDINGS
 from trainers.filtering import logprob_error
 from trainers.optim import StepMetrics, add_metrics
@@ -48,7 +47,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         kl = sequence_kl(batch)
         metrics |= {"critic/kl/mean": mean(kl), "critic/kl/max": float(kl.max())}
     trained = batch.trained
-    if dist.size() > 1 and batch.rank_imbalance:
+    if batch.rank_imbalance:
         metrics["perf/rank_imbalance"] = sum(batch.rank_imbalance) / len(batch.rank_imbalance)
     metrics["training/empty_minibatches"] = float(batch.empty_minibatches)
     metrics["training/trained_samples"] = float((batch.trained_lengths > 0).sum())
