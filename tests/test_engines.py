@@ -180,3 +180,9 @@ def test_bad_requests(engine):
 def test_buckets_keep_order_and_stay_under_their_size():
     weights = [(str(i), torch.zeros(n)) for i, n in enumerate((2, 3, 9, 1, 1))]
     assert [[name for name, _ in bucket] for bucket in buckets(weights, 20)] == [["0", "1"], ["2"], ["3", "4"]]
+
+
+def test_an_engine_that_does_not_end_in_time_says_which_key_bounds_it(model, tokenizer):
+    slow = NativeEngine(share_parameters(model, torch.float32), tokenizer, timeout_s=1e-6)
+    with pytest.raises(TimeoutError, match=r"policy\.generation\.timeout_s=1e-06"):
+        slow.generate(PROMPTS, Sampling(2), SEEDS)

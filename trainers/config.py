@@ -14,6 +14,7 @@ from trainers.config_algorithm import (
     ReinforceConfig,
     ValueLossConfig,
 )
+from trainers.config_generation import GenerationConfig
 from trainers.config_types import block, opt
 
 
@@ -38,54 +39,6 @@ class SchedulerConfig:
         None, "optimizer steps from the end of the warm-up to the floor; linear and cosine need it"
     )
     min_lr_ratio: float = opt(0.1, "floor of the decay, as a share of lr")
-
-
-@dataclass
-class ValSamplingConfig:
-    """How validation is sampled; what is null is as in training. Nothing here touches what is trained."""
-
-    max_new_tokens: int | None = opt(None, "longest response in tokens, the stop token included", free=True)
-    min_new_tokens: int | None = opt(None, "tokens that a response has before it may stop", free=True)
-    temperature: float | None = opt(None, "sampling temperature", free=True)
-    top_p: float | None = opt(
-        None, "sample among the fewest tokens, most likely first, that have this probability together", free=True
-    )
-    top_k: int | None = opt(None, "sample among this many most likely tokens, before top_p", free=True)
-    greedy: bool | None = opt(None, "take the most likely token", free=True)
-    repetition_penalty: float | None = opt(
-        None,
-        "positive logits of the tokens already in prompt or response are divided by this, negative ones multiplied",
-        free=True,
-    )
-
-
-@dataclass
-class GenerationConfig:
-    """How the policy is sampled. The trainer's log-probs are of this distribution; what it cannot score is refused."""
-
-    max_new_tokens: int = opt(16, "longest response in tokens, the stop token included; in a dialogue, of each turn")
-    min_new_tokens: int = opt(
-        0,
-        "tokens that a response, in a dialogue each turn, has before it may stop; scored: their log-probs are of the "
-        "distribution without stop tokens",
-    )
-    temperature: float = opt(1.0, "sampling temperature; the trainer divides the logits by it too")
-    top_p: float = opt(1.0, "the trainer does not score it: 1 in training, see policy.generation.val")
-    top_k: int | None = opt(None, "the trainer does not score it: null in training, see policy.generation.val")
-    greedy: bool = opt(False, "the trainer does not score it: false in training, see policy.generation.val")
-    repetition_penalty: float = opt(1.0, "the trainer does not score it: 1 in training, see policy.generation.val")
-    ignore_eos: bool = opt(
-        False, "sample past the end-of-sequence token (fixed-length responses); stop_token_ids still stop"
-    )
-    stop_token_ids: list[int] = opt([], "token ids that end a response, beside the tokenizer's end-of-sequence token")
-    stop_strings: list[str] = opt([], "texts that end a response; the tokens that spell one are kept and trained")
-    max_batch_size: int = opt(64, "sequences decoded together by the embedded engine", free=True)
-    dtype: str = opt(
-        "auto",
-        "weights of the embedded engine; auto: the policy's compute dtype",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    val: ValSamplingConfig = block(ValSamplingConfig)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from trainers.batching import policy_minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
 from trainers.config import GenerationConfig, TrainerConfig
 from trainers.engines import Engine
-from trainers.engines.native import NativeEngine
+from trainers.engines.build import make_engine
 from trainers.environments import Environment, Prompt, check_turns, make_environment
 from trainers.filtering import DynamicSampling, leave_out
 from trainers.logger import Logger, SilentLogger
@@ -60,7 +60,7 @@ class Trainer:
         check_device(config, self.device)
 
         path = self._make_policy()
-        self.engine = self._make_engine()
+        self.engine: Engine = make_engine(self.policy, config.policy.generation, self.dtype)
         self._tokenize(prompts, validation)
         self.constant_rewards = rewards.ConstantRewards(config.env.constant_reward_steps)
         self.rewards = rewards.Rewards(self.cfg, config.loss_fn)
@@ -89,11 +89,6 @@ class Trainer:
         self.logprobs = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
         self.policy = HFPolicy(path, cfg, device=self.device, dtype=self.dtype, reference=reference)
         return path
-
-    def _make_engine(self) -> Engine:
-        cfg = self.config.policy.generation
-        dtype = self.dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-        return NativeEngine(self.policy.engine_model(dtype), self.policy.tokenizer, max_batch_size=cfg.max_batch_size)
 
     def _tokenize(self, prompts: Sequence[Prompt], validation: Sequence[Prompt]) -> None:
         """The prompts of training, in a loader, and those of validation: the same where there are no others."""

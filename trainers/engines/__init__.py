@@ -77,20 +77,61 @@ class TensorSpec:
 Manifest = Mapping[str, TensorSpec]
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine is and can do."""
+
+    name: str  # as policy.generation.backend calls it
+    version: str  # of the library that runs the model
+    transport: str  # how weights reach it: "inproc" (copied, or shared, in one process) or "cuda_ipc"
+    raw_logprobs_only: bool = (
+        False  # it can give log-probs of the model's own distribution only, not of the sampled one
+    )
+    can_sleep: bool = True  # sleep() frees memory
+    max_len: int | None = None  # tokens of prompt and response together; None: no limit of its own
+    devices: tuple[str, ...] = ()  # UUIDs of its GPUs, in its own spelling; empty: none, or none that matter
+
+
 class Engine(Protocol):
+    """Same calls, same order, for every engine (`trainers.engines.guarded` enforces it, one contract test checks it):
+
+    begin_update, put*, end_update, then generate as often as wanted, then perhaps sleep, wake("weights"), an update,
+    wake("kv"). A replica is the set of ranks whose GPUs one engine spans.
+    """
+
+    def capabilities(self) -> Capabilities: ...
+
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
-        """One completion a prompt, in order. Row i depends on its prompt, the weights and seeds[i] alone."""
+        """One completion a prompt, in order. Row i depends on its prompt, the weights and seeds[i] alone.
+
+        Raises:
+            TimeoutError: not done within policy.generation.timeout_s.
+            RuntimeError: weights incomplete, asleep or closed.
+        """
 
     def begin_update(self, version: int, manifest: Manifest) -> None:
         """Announce new weights. Names and shapes are checked here, before anything moves."""
 
     def put(self, bucket: Iterable[tuple[str, Tensor]]) -> int:
-        """Take some of the announced tensors. Returns the bytes copied: 0 where storage is shared."""
+        """Take some of the announced tensors, full ones under their Hugging Face names, in any order and split. They
+        may be overwritten once put() returns. Returns the bytes copied: 0 where storage is shared."""
 
     def end_update(self) -> None:
-        """All tensors have arrived; completions carry the new version from here on."""
+        """All tensors have arrived; completions carry the new version from here on, and no cached prefix is older."""
 
     def abort_update(self) -> None:
         """A half-made update: generate() refuses until a full one has been made."""
 
-    def close(self) -> None: ...
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Free the KV cache, and the weights unless kept (then they may wait in the CPU's memory). Does nothing if
+        asleep. What frees nothing (weights shared with the policy) is left as it is."""
+
+    def wake(self, part: str) -> None:
+        """Take the memory of "weights", then of "kv", again. Weights that were not kept must be sent before
+        generate(). Does nothing if awake."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached of earlier prompts."""
+
+    def close(self) -> None:
+        """Free everything. May be called again."""

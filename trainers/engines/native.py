@@ -12,42 +12,42 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from trainers.engines import Completion, Manifest, Sampling, stop_ids
+from trainers.engines import Capabilities, Completion, Manifest, Sampling, stop_ids
+from trainers.engines.guarded import Deadline, GuardedEngine, check_manifest
 from trainers.packed_attention import own_attention
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class NativeEngine:
+class NativeEngine(GuardedEngine):
     """Args: model: a causal LM, used as it is (see `share_parameters`); tokenizer: its end token and stop strings."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, *, max_batch_size: int = 64):
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, *, max_batch_size: int = 64, timeout_s: float | None = None
+    ):
+        super().__init__(timeout_s=timeout_s)
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.max_batch_size = max_batch_size
         self.parameters = dict(model.named_parameters())
-        self.version = 0
-        self.pending: set[str] | None = None  # names still to come; None outside an update
-        self.poisoned = False
         # transformers renamed the argument; both names are in use among the supported versions.
         arguments = inspect.signature(type(model.base_model).forward).parameters
         self.cache_argument = "cache" if "cache" in arguments else "past_key_values"
 
+    def capabilities(self) -> Capabilities:
+        return Capabilities("native", transformers.__version__, transport="inproc")
+
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
-        if self.poisoned or self.pending is not None:
-            raise RuntimeError("generate() needs complete weights: an update was begun and not ended")
+    def _generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         if any(getattr(parameter, "holds_reference", False) for parameter in self.parameters.values()):
             raise RuntimeError("generate() inside a reference pass: the weights it shares are the reference's now")
-        if len(seeds) != len(prompts):
-            raise ValueError(f"seeds must have one entry per prompt, {len(prompts)}, got {len(seeds)}")
-        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise ValueError(f"prompts[{empty[0]}] must have at least one token, got none")
         # Rows of like length share a batch, so that little is spent on padding.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        self.deadline = Deadline(self.timeout_s)
         completions: dict[int, Completion] = {}
         for start in range(0, len(order), self.max_batch_size):
             rows = order[start : start + self.max_batch_size]
@@ -79,6 +79,7 @@ class NativeEngine:
         finish = ["length"] * len(prompts)
         active = list(range(len(prompts)))  # which request each row of the running batch serves
         for i in range(sampling.max_new_tokens):
+            self.deadline.check()
             output = self.model(
                 input_ids=ids,
                 attention_mask=attention[:, : width + i],
@@ -113,46 +114,19 @@ class NativeEngine:
             ids, positions = chosen[:, None], positions[:, -1:] + 1
         return [Completion(t, lp, f, self.version) for t, lp, f in zip(tokens, logprobs, finish, strict=True)]
 
-    def begin_update(self, version: int, manifest: Manifest) -> None:
-        mine, theirs = set(self.parameters), set(manifest)
-        if mine != theirs:
-            raise ValueError(
-                f"manifest must name the engine's {len(mine)} tensors; missing: {sorted(mine - theirs)[:3]}, "
-                f"unknown: {sorted(theirs - mine)[:3]}"
-            )
-        for name, spec in manifest.items():
-            if tuple(self.parameters[name].shape) != tuple(spec.shape):
-                raise ValueError(f"manifest: {name} must be {tuple(self.parameters[name].shape)}, got {spec.shape}")
-        self.next_version, self.pending = version, mine
+    def _begin_update(self, manifest: Manifest) -> None:
+        check_manifest(manifest, {name: tuple(parameter.shape) for name, parameter in self.parameters.items()})
 
-    @torch.no_grad()
-    def put(self, bucket: Iterable[tuple[str, Tensor]]) -> int:
-        if self.pending is None:
-            raise RuntimeError("put() needs begin_update() first")
+    def _put(self, bucket: list[tuple[str, Tensor]]) -> int:
         moved = 0
         for name, tensor in bucket:
-            if name not in self.pending:
-                raise ValueError(f"put: {name!r} was not announced, or came twice")
             mine = self.parameters[name]
             if mine.data_ptr() != tensor.data_ptr():
                 mine.copy_(tensor)
                 moved += mine.numel() * mine.element_size()
-            self.pending.discard(name)
         return moved
 
-    def end_update(self) -> None:
-        if self.pending is None:
-            raise RuntimeError("end_update() needs begin_update() first")
-        if self.pending:
-            missing = sorted(self.pending)
-            self.abort_update()
-            raise RuntimeError(f"end_update: {len(missing)} announced tensors never came, such as {missing[0]!r}")
-        self.version, self.pending, self.poisoned = self.next_version, None, False
-
-    def abort_update(self) -> None:
-        self.pending, self.poisoned = None, True
-
-    def close(self) -> None:
+    def _close(self) -> None:
         self.parameters = {}
 
     def _seen(self, prompts: list[list[int]]) -> Tensor:
