@@ -130,10 +130,8 @@ def cpu_handle(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
     """The CPU form of a CUDA IPC handle, in the same layout: it points at the tensor's memory, and copies nothing."""
     assert tensor.is_contiguous()
     where = f"{os.getpid()}:{tensor.data_ptr()}".encode()
-    size, stride = tuple(tensor.shape), tensor.stride()
-    return rebuild_cuda_tensor, (
-        torch.Tensor, size, stride, 0, torch.UntypedStorage, tensor.dtype, 7, where, tensor.nbytes, 0, False, b"", 0, b"", True,
-    )  # fmt: skip
+    what = (torch.Tensor, tuple(tensor.shape), tensor.stride(), 0, torch.UntypedStorage, tensor.dtype)
+    return rebuild_cuda_tensor, (*what, 7, where, tensor.nbytes, 0, False, b"", 0, b"", True)
 
 
 def from_handle(args: list[Any]) -> torch.Tensor | None:

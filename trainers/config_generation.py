@@ -27,7 +27,7 @@ class ValSamplingConfig:
 
 @dataclass
 class TRTLLMConfig:
-    """backend=trtllm: TensorRT-LLM's PyTorch backend beside the trainer on the same GPUs, in a Ray cluster of its own."""
+    """backend=trtllm: TensorRT-LLM's PyTorch backend on the trainer's GPUs, in a Ray cluster of its own."""
 
     tensor_parallel_size: int = opt(1, "GPUs, hence neighbouring ranks of torchrun, that one engine spans", free=True)
     max_seq_len: int | None = opt(

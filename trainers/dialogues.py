@@ -105,8 +105,6 @@ def write_turn(
         if max_length is not None and (room := max_length - len(dialogue.row.ids)) < own.max_new_tokens:
             own = replace(own, max_new_tokens=room)
         groups[own].append(i)
-    if not dialogues:
-        groups[sampling] = []  # an engine over several ranks waits for each of them
     for own, rows in groups.items():
         completions = engine.generate([list(dialogues[i].row.ids) for i in rows], own, [seeds[i] for i in rows])
         for i, completion in zip(rows, completions, strict=True):
