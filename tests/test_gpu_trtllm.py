@@ -1,4 +1,4 @@
-"""Handles of tensors across processes, in the form that TensorRT-LLM's workers read, and the engine on the real library.
+"""Handles of tensors across processes, as TensorRT-LLM's workers read them, and the engine on the real library.
 
 The first needs a GPU alone. The engine's test is skipped where tensorrt_llm is not installed; it has not run yet.
 """

@@ -24,6 +24,7 @@ from trainers.engines.guarded import GuardedEngine, check_manifest
 from trainers.engines.replica import Replica
 
 T = TypeVar("T")
+ABORT_S = 10.0  # it only clears marks; an engine that hangs has used up timeout_s before
 
 
 class TRTLLMEngine(GuardedEngine):
@@ -224,7 +225,12 @@ class TRTLLMEngine(GuardedEngine):
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
 
-    # After an abort there is nothing to call: the engine keeps what came, and the next full update writes over it.
+    def _abort_update(self) -> None:
+        """What came stays until the next full update writes over it; but its workers must agree that this one is over.
+        No rank waits here, and nothing is raised: an error is under way already."""
+        if self.replica.leader and self.api.can_abort and self.loop is not None:
+            with contextlib.suppress(Exception):
+                self.loop.run("abort", self.llm.collective_rpc("abort_update_weights"), ABORT_S)
 
     def _sleep(self, parts: set[str], *, keep_weights: bool) -> bool:
         tags = {"kv": [trtllm_api.KV_CACHE], "weights": [t for t in self.api.memory_tags if t != trtllm_api.KV_CACHE]}
