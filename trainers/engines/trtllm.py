@@ -72,15 +72,19 @@ class TRTLLMEngine(GuardedEngine):
             max_batch_size=max_batch_size,
             dtype=dtype,
         )
-        self.uuid = self.api.get_device_uuid(trtllm_api.current_gpu())
-        mine = (self.uuid, trtllm_api.physical_gpu(), socket.gethostname())
-        uuids, gpus, hosts = zip(*self.replica.together(lambda: mine), strict=True)
+
+        def mine() -> tuple[str, str, str]:
+            uuid = self.api.get_device_uuid(trtllm_api.current_gpu())
+            return uuid, trtllm_api.physical_gpu(), socket.gethostname()
+
+        uuids, gpus, hosts = zip(*self.replica.together(mine), strict=True)
         if len(set(hosts)) > 1 or len(set(uuids)) < len(uuids):
             raise ValueError(
                 f"policy.generation.trtllm_cfg.tensor_parallel_size={len(uuids)} needs as many ranks on GPUs of their "
                 f"own of one host, got {sorted(zip(hosts, uuids, strict=True))}"
             )
         self.devices: tuple[str, ...] = uuids
+        self.uuid = uuids[self.replica.index]
         self.loop: _Loop | None = None
         try:
             self.replica.leader_does(lambda: self._start(arguments, gpus))
