@@ -5,9 +5,10 @@
     python benchmarks/bench_ppo_step.py --table results/ppo_step.jsonl
 
 The same for both trainers: model, random prompts, responses of one length (nothing stops them), compute dtype, one
-optimizer step over the whole rollout, micro-batches, a KL to a reference model, whether gradients are checkpointed, and
-the reward: a cheap function of the text for RLOO and GRPO, a sequence classifier of the policy's shape on the device for
-PPO, which has a critic of its own too. What differs by design is in the row: dtypes of parameters and of AdamW's state.
+optimizer step over the whole rollout, micro-batches, a KL to a reference model, whether gradients are checkpointed,
+and the reward: a cheap function of the text for RLOO and GRPO, a sequence classifier of the policy's shape on the
+device for PPO, which has a critic of its own too. What differs by design is in the row: dtypes of parameters and of
+AdamW's state.
 
 A step's time is that from the end of one to the end of the next, with the device idle at both; the median of those
 after the warm-up is shown. `--all` runs every trainer and algorithm, each in a process of its own, so that memory and
@@ -77,8 +78,8 @@ def main(argv: list[str]) -> int:
         args.micro_tokens = length * max(sequences // 4, 1)
     if args.micro_tokens < length or sequences % (args.micro_tokens // length):
         described.error(
-            f"--micro-tokens={args.micro_tokens} holds {args.micro_tokens // length} sequences of {length} tokens, which "
-            f"must divide the {sequences} of a step"
+            f"--micro-tokens={args.micro_tokens} holds {args.micro_tokens // length} sequences of {length} tokens, "
+            f"which must divide the {sequences} of a step"
         )
     pairs = [(t, a) for a in args.algorithm or ALGORITHMS for t in args.trainer or TRAINERS]
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 They generate with transformers' generate(). Models are loaded in the compute dtype, so that AdamW's state is in it too.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def ppo(work: Work, model: Path, folder: Path, cuda: bool, options: dict[str, An
     try:
         from trl.experimental.ppo import PPOConfig, PPOTrainer
     except ImportError as error:
-        raise SystemExit(f"TRL's PPO needs trl 1.12.0 or earlier, such as --ppo-peers <folder of it>: {error}") from error
+        raise SystemExit(f"TRL's PPO needs trl 1.12.0 or earlier, by --ppo-peers: {error}") from error
     dtype = torch.bfloat16 if cuda else torch.float32
     policy, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=dtype) for _ in range(2))
     value, reward = (
@@ -138,10 +139,8 @@ def run(
     clock.time_generation(policy)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Ticks(clock))
-    try:
+    with contextlib.suppress(OutOfTime):
         trainer.train()
-    except OutOfTime:
-        pass
     return clock.row() | {
         "refit_bytes": None,  # it generates with the trained model itself
         "trained_dtype": " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in policy.parameters()})),
