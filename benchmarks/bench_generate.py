@@ -15,6 +15,7 @@ weights included; generate()'s is measured before the engine exists.
 """
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import math
@@ -78,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add("--response-tokens", type=int, default=256)
     add("--samples", type=int, default=4, help="responses to each prompt")
     add("--rounds", type=int, default=3)
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees one")
     add("--case", choices=("fixed", "ragged"), nargs="+", default=["fixed", "ragged"])
     add("--folder", type=Path, default=Path("results/bench-step"), help="for the model")
     add("--out", type=Path, help="JSONL file to which a line is added for each case")
@@ -106,7 +108,10 @@ def measured(args: argparse.Namespace, case: str) -> dict[str, Any]:
     import machine
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() if args.device is None else args.device == "cuda"
+    gc.collect()  # of the case before
+    if cuda:
+        torch.cuda.empty_cache()
     dtype = torch.bfloat16 if cuda else torch.float32
     folder = model_folder(args.shape, dtype, args.folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to("cuda" if cuda else "cpu").eval()

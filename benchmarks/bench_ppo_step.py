@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add("--response-tokens", type=int, default=256)
     add("--micro-tokens", type=int, help="tokens of a micro-batch; default: a quarter of the rollout")
     add("--gradient-checkpointing", action="store_true")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where torch sees one")
     add("--steps", type=int, default=7, help="those of the warm-up included")
     add("--warmup", type=int, default=2, help="steps that are not counted")
     add("--seconds", type=float, default=1e9, help="of training, after which no further step is begun")
@@ -106,7 +107,7 @@ def measured(args: argparse.Namespace, trainer: str, algorithm: str, command: st
 
     numbers = ("shape", "prompts", "samples", "prompt_tokens", "response_tokens", "micro_tokens")
     work = {key: getattr(args, key) for key in (*numbers, "gradient_checkpointing", "steps", "warmup", "seconds")}
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.is_available() if args.device is None else args.device == "cuda"
     model = model_folder(args.shape, torch.bfloat16 if cuda else torch.float32, args.folder)
     overrides = args.fastppo if trainer == "fastppo" else args.trl
     if trainer == "fastppo":
@@ -157,7 +158,7 @@ def child_arguments(args: argparse.Namespace, trainer: str, algorithm: str) -> l
     words = ["--trainer", trainer, "--algorithm", algorithm]
     for name in ("shape", "prompts", "samples", "prompt-tokens", "response-tokens", "micro-tokens", "steps", "warmup"):
         words += [f"--{name}", str(getattr(args, name.replace("-", "_")))]
-    for name in ("seconds", "peers", "ppo-peers", "folder", "out"):
+    for name in ("device", "seconds", "peers", "ppo-peers", "folder", "out"):
         value = getattr(args, name.replace("-", "_"))
         words += [f"--{name}", str(value)] if value is not None else []
     words += [f"--{name}" for name in ("gradient-checkpointing", "liger") if getattr(args, name.replace("-", "_"))]

@@ -29,8 +29,8 @@ class RewardModel:
     def __init__(self, model: str, device: str, rows: int):
         from transformers import AutoModelForSequenceClassification
 
-        self.model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).to(device).eval()
-        self.rows = rows
+        loaded = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype="auto")
+        self.model, self.rows = loaded.to(device).eval(), rows
 
     def prompts(self) -> list[Prompt]:
         return []

@@ -32,11 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bench")
 
 
-def row_of(folder: Path, trainer: str, algorithm: str, *words: str) -> dict[str, Any]:
+def row_of(folder: Path, trainer: str, algorithm: str, *words: str, device: str = "cpu") -> dict[str, Any]:
     out = folder / f"{trainer}-{algorithm}.jsonl"
     size = "--shape tiny --prompts 2 --samples 2 --prompt-tokens 5 --response-tokens 3 --steps 3 --warmup 1"
-    where = ["--folder", str(folder), "--out", str(out), "--trainer", trainer, "--algorithm", algorithm]
-    assert bench_ppo_step.main([*size.split(), *where, *words]) == 0
+    where = ["--device", device, "--folder", str(folder), "--out", str(out)]
+    which = ["--trainer", trainer, "--algorithm", algorithm]
+    assert bench_ppo_step.main([*size.split(), *where, *words, *which]) == 0
     return json.loads(out.read_text().splitlines()[-1])
 
 
@@ -71,6 +72,16 @@ def test_a_step_of_trl(algorithm: str, folder: Path) -> None:
     row = row_of(folder, "trl", algorithm)
     check(row)
     assert row["refit_bytes"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["rloo", "ppo"])
+def test_memory_and_dtype_of_a_step_on_a_gpu(algorithm: str, folder: Path) -> None:
+    row = row_of(folder, "fastppo", algorithm, device="cuda")
+    assert 0 < row["peak_gib"] < row["device_gib"]
+    peak = step.peak_tflops(torch.cuda.get_device_name())
+    assert row["mfu"] == (peak and pytest.approx(row["tflop"] / row["step_s"] / peak))
+    assert row["machine"] == torch.cuda.get_device_name() and row["driver_and_clocks"]
 
 
 def test_settings_reach_the_trainer_and_the_table(folder: Path) -> None:
@@ -211,7 +222,7 @@ def test_both_trainers_read_the_same_prompts(folder: Path) -> None:
 def test_generation_of_one_length_and_of_many(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "generate.jsonl"
     words = "--shape tiny --batch 4 --samples 2 --prompt-tokens 5 --response-tokens 8 --rounds 3"
-    assert bench_generate.main([*words.split(), "--folder", str(folder), "--out", str(out)]) == 0
+    assert bench_generate.main([*words.split(), "--device", "cpu", "--folder", str(folder), "--out", str(out)]) == 0
     fixed, ragged = (json.loads(line) for line in out.read_text().splitlines())
     for side in ("fastppo", "transformers"):
         assert fixed[side]["tokens"] == [4 * 8] * 3
