@@ -1,7 +1,8 @@
 """What a run holds in the device's memory, and the largest micro-batch that fits: the second half of --dry-run.
 
 Held all along: weights (frozen ones in the compute dtype, trained ones as param_dtype says, with float32 masters where
-that is bfloat16), float32 gradients, Adam's two moments, the reference's copy, and what the embedded engine holds beside the policy's own tensors. To this comes the largest of
+that is bfloat16), float32 gradients, Adam's two moments, the reference's copy, and what the embedded engine holds
+beside the policy's own tensors. To this comes the largest of
 
     generation  KV cache: 2 x layers x KV heads x head size x bytes x max_batch_size x longest sequence; and what the
                 sampler makes of [max_batch_size, V] logits: the logits, 3 float32 copies, float64 sums
