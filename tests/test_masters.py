@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests import tiny
 from tests.test_arithmetic import accepted, refused
@@ -16,17 +16,19 @@ from tests.test_loss_invariance import LONGER, SHUFFLED, Cut, Setting, assert_sa
 from tests.test_offload import equal, snapshot
 from tests.test_policy import loss, prepared
 from tests.test_ppo import LOCAL, lines, small
-from trainers.backbone import pick_param_dtype
+from trainers.backbone import name_of, pick_param_dtype
 from trainers.batching import count
-from trainers.config import OptimizerConfig, PeftConfig, SchedulerConfig
+from trainers.config import LossConfig, OptimizerConfig, PeftConfig, SchedulerConfig
 from trainers.engines import Sampling
 from trainers.engines.native import NativeEngine
-from trainers.losses import ValueLoss
+from trainers.losses import PolicyLoss, ValueLoss
 from trainers.masters import Masters
 from trainers.optim import Optimizer, step_all
+from trainers.policy.hf import HFPolicy
 from trainers.ppo import PPOTrainer
 from trainers.refit import refit
 from trainers.reinforce import ReinforceTrainer
+from trainers.run import TrainingError
 from trainers.settings import load_config
 from trainers.value.hf import LocalValue
 
@@ -120,6 +122,64 @@ def test_gradients_are_summed_in_float32_in_whatever_order(critic):
     for name, gradient in right.gradients.items():
         assert (whole.gradients[name] - gradient).abs().max() < 0.03 * gradient.abs().max(), name
     assert whole.loss == pytest.approx(right.loss, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tied")
+    config = LlamaConfig.from_pretrained(tiny.tiny_model())
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.tiny_model()).save_pretrained(folder)
+    return folder
+
+
+def gradients_of(mine, weight_grad_into, min_new_tokens=0):
+    """By name, the sums of an optimizer step's gradients, in micro-batches of two sequences."""
+    mine.cfg = replace(mine.cfg, train_micro_batch_size=2)
+    batch = count(tiny.rollout())
+    batch.update(**mine.score(batch, {"old_logprobs"}))
+    policy_loss = PolicyLoss(LossConfig(), temperature=1.0, norm_length=4, min_new_tokens=min_new_tokens, stop_ids=(1,))
+    given = []
+
+    def wrapped(hidden, weight, rows, bias, into):
+        given.append(into)
+        return policy_loss(hidden, weight, rows, bias, into if weight_grad_into else None)
+
+    mine.gradients(batch, wrapped)
+    master = mine.masters.of(mine.head.weight)
+    assert all(into is (None if master is mine.head.weight else master.grad) for into in given) and len(given) == 2
+    found = {name: mine.masters.of(p).grad for name, p in mine.model.named_parameters()}
+    assert all(p.grad is None for p in mine.masters.pairs)
+    mine.optimizers["actor"].zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(("min_new_tokens", "limit"), [(0, 1e-6), (2, 2**-7)])
+def test_the_output_layers_gradient_goes_straight_into_its_master(min_new_tokens, limit):
+    """A micro-batch's is one product, rounded to bfloat16 either way. With min_new_tokens it is the sum of two, which
+    autograd makes in bfloat16."""
+    mine = policy()
+    with_into, without = (gradients_of(mine, into, min_new_tokens) for into in (True, False))
+    assert with_into.keys() == without.keys()
+    for name, gradient in without.items():
+        largest = float(gradient.abs().max())
+        assert (with_into[name] - gradient).abs().max() <= (limit if name == "lm_head.weight" else 1e-6) * largest > 0
+
+
+def test_a_tied_weight_gathers_the_embeddings_gradient_and_the_output_layers(tied):
+    """In float32, where without `weight_grad_into` autograd adds the two in bfloat16."""
+    cfg = replace(tiny.config().policy, num_layers_unfrozen=-1)
+    truth, half = (
+        HFPolicy(tied, replace(cfg, param_dtype=name_of(d)), device=CPU, dtype=d) for d in (torch.float32, HALF)
+    )
+    name = "model.embed_tokens.weight"
+    assert half.head.weight is half.model.get_parameter(name) and len(half.masters.pairs) == len(truth.trained())
+    right, got, added = gradients_of(truth, True)[name], gradients_of(half, True)[name], gradients_of(half, False)[name]
+    largest = float(right.abs().max())
+    assert (got - right).abs().max() < 0.03 * largest and (added - got).abs().max() < 2**-7 * largest
+    assert not torch.equal(added, got)
 
 
 def test_gradient_checkpointing_changes_no_bit():
@@ -261,7 +321,7 @@ def test_a_resume_is_bit_for_bit_and_keeps_to_what_was_stored(tmp_path):
     whole = PPOTrainer(small(tmp_path / "whole", **half))
     whole.fit()
     PPOTrainer(small(tmp_path / "broken", **half | {"ppo__max_num_steps": 2})).fit()
-    with pytest.raises(Exception, match="these settings change what is trained: policy.param_dtype"):
+    with pytest.raises(TrainingError, match="these settings change what is trained: policy.param_dtype"):
         PPOTrainer(small(tmp_path / "broken", **half | {"policy__param_dtype": "float32"}))
     # As a GPU's run writes it, where auto means bfloat16.
     config = tmp_path / "broken" / "checkpoints" / "step_2" / "config.yaml"

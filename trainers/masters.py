@@ -73,6 +73,8 @@ class Masters:
 
 
 def _accumulate(master: Tensor, parameter: Tensor) -> None:
+    if parameter.grad is None:  # its gradient went where grad() is
+        return
     if master.grad is None:
         master.grad = parameter.grad.float()
     else:

@@ -132,7 +132,9 @@ class HFPolicy:
             hidden = self.backbone.hidden(view.ids, self._trunk(view), **view.where).flatten(0, 1)[view.before]
             rows = SelectedRows.of(part, view.selected, self.device)
             with self.backbone.autocast():
-                step = loss(hidden, self.head.weight, rows, getattr(self.head, "bias", None))
+                weight, bias = self.head.weight, getattr(self.head, "bias", None)
+                # A master takes the output layer's gradient as it is summed: no [V, D] of it in bfloat16.
+                step = loss(hidden, weight, rows, bias, self.masters.grad(weight))
             step.loss.backward()
             add_metrics(sums, step.metrics)
         return sums
