@@ -103,7 +103,9 @@ class PolicyConfig:
         free=True,
     )
     offload_optimizer: bool = opt(
-        False, "AdamW's moments wait in the CPU's memory while responses are generated; same numbers", free=True
+        False,
+        "AdamW's moments, and float32 masters, wait in the CPU's memory while responses are generated; same numbers",
+        free=True,
     )
     peft: PeftConfig = block(PeftConfig)
     max_tokens_per_micro_batch: int | None = opt(
@@ -141,7 +143,7 @@ class ValueConfig:
     gradient_checkpointing: bool = opt(False, "local: as policy.gradient_checkpointing", free=True)
     offload: bool = opt(
         False,
-        "local: the critic's weights and moments wait in the CPU's memory while responses are generated; same numbers",
+        "local: the critic and its optimizer's state wait in the CPU's memory while responses are generated; same numbers",
         free=True,
     )
     max_tokens_per_micro_batch: int | None = opt(
