@@ -143,7 +143,7 @@ class ValueConfig:
     gradient_checkpointing: bool = opt(False, "local: as policy.gradient_checkpointing", free=True)
     offload: bool = opt(
         False,
-        "local: the critic and its optimizer's state wait in the CPU's memory while responses are generated; same numbers",
+        "local: the critic and its optimizer's state wait in the CPU's memory during generation; same numbers",
         free=True,
     )
     max_tokens_per_micro_batch: int | None = opt(
