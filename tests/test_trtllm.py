@@ -461,11 +461,12 @@ def settings(**overrides):
     [
         ({"trtllm_cfg__max_num_tokens": 8}, "trtllm_cfg.max_num_tokens=8 has no effect with .*backend=native"),
         ({"trtllm_cfg__kwargs": "{a: 1}"}, "trtllm_cfg.kwargs={a: 1} has no effect"),
+        ({"backend": "trtllm", "kv_cache_gb": 2.0}, "kv_cache_gb=2.0 has no effect with .*backend=trtllm"),
         ({"backend": "trtllm", "trtllm_cfg__tensor_parallel_size": 2}, "size=2 needs a multiple of 2 ranks"),
         ({"backend": "trtllm", "trtllm_cfg__max_seq_len": 3}, "max_seq_len=3 is less than the longest request"),
         ({"backend": "trtllm", "trtllm_cfg__free_gpu_memory_fraction": 1.0}, "=1.0: expected a number > 0 and < 1"),
     ],
-    ids=["unused", "unused kwargs", "ranks", "length", "range"],
+    ids=["unused", "unused kwargs", "native's", "ranks", "length", "range"],
 )  # fmt: skip
 def test_settings_that_cannot_be_used(overrides, said):
     with pytest.raises(ConfigError, match=said):

@@ -77,6 +77,12 @@ class GenerationConfig:
         free=True,
     )  # fmt: skip
     max_batch_size: int = opt(64, "sequences decoded together", free=True)
+    kv_cache_gb: float | None = opt(
+        None,
+        "embedded engine on a GPU: size of its KV cache in GiB; default: what max_batch_size of a step's longest "
+        "responses need, at most 0.8 of the memory that is free then",
+        free=True,
+    )
     dtype: str = opt(
         "auto",
         "weights of the engine; auto: the policy's compute dtype",

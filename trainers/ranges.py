@@ -36,6 +36,7 @@ RANGES: dict[str, Rule] = {
     **{f"value.{key}": rule for key, rule in OPTIMIZER.items()},
     **{f"policy.generation.{part}{key}": rule for part in ("", "val.") for key, rule in SAMPLING.items()},
     "policy.generation.timeout_s": POSITIVE,
+    "policy.generation.kv_cache_gb": POSITIVE,
     "policy.generation.max_batch_size": AT_LEAST_1,
     "policy.generation.trtllm_cfg.tensor_parallel_size": AT_LEAST_1,
     "policy.generation.trtllm_cfg.max_seq_len": AT_LEAST_1,

@@ -26,5 +26,9 @@ def make_engine(policy: HFPolicy, config: TrainerConfig, compute_dtype: torch.dt
             timeout_s=cfg.timeout_s,
         )
     return NativeEngine(
-        policy.engine_model(dtype), policy.tokenizer, max_batch_size=cfg.max_batch_size, timeout_s=cfg.timeout_s
+        policy.engine_model(dtype),
+        policy.tokenizer,
+        max_batch_size=cfg.max_batch_size,
+        kv_cache_gb=cfg.kv_cache_gb,
+        timeout_s=cfg.timeout_s,
     )
