@@ -191,7 +191,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
     """
     env, critic = config.env.name, config.critic
     own_model = "num_layers_unfrozen train_global_batch_size train_micro_batch_size model_name "
-    own_model += "param_dtype gradient_checkpointing offload max_tokens_per_micro_batch packing"
+    own_model += "param_dtype fused_layers gradient_checkpointing offload max_tokens_per_micro_batch packing"
     peft = config.policy.peft
     shared, local = (critic is not None and critic.mode == mode for mode in ("shared", "local"))
     by_tokens = config.policy.max_tokens_per_micro_batch is not None

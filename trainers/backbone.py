@@ -74,6 +74,7 @@ class SplitTransformer(nn.Module):
         dtype: products are computed in it, and frozen parameters stored.
         param_dtype: trained parameters are stored in it: `dtype`, with float32 masters, or float32.
         device: where the model goes, one parameter after the other in the dtype that it is stored in; None: stays.
+        fused: on a GPU, layers in fewer kernels (fused_layers.py).
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class SplitTransformer(nn.Module):
         packing: bool = False,
         param_dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        fused: bool = True,
     ):
         super().__init__()
         self.model, self.dtype, self.packing = model, dtype, packing
@@ -103,6 +105,10 @@ class SplitTransformer(nn.Module):
             parameter.requires_grad_(id(parameter) in trained)
         self.masters = Masters()
         self._store(param_dtype, device or model.device)
+        if fused and model.device.type == "cuda":
+            from trainers.fused_layers import fuse_layers  # triton comes with torch for GPUs alone
+
+            fuse_layers(model)
 
     def _store(self, param_dtype: torch.dtype, device: torch.device) -> None:
         for parameter in self.model.parameters():

@@ -92,6 +92,11 @@ class PolicyConfig:
         8, "sequences per forward and backward pass; never changes the numbers", free=True
     )
     logprob_batch_size: int = opt(8, "sequences per scoring pass (log-probs, reference, values)", free=True)
+    fused_layers: bool = opt(
+        True,
+        "on a GPU: RMSNorm, rotary embedding and gated MLP in one Triton kernel each, where these agree with the "
+        "model's own code",
+    )
     gradient_checkpointing: bool = opt(
         False, "compute decoder layers again in backward instead of keeping their activations; same numbers", free=True
     )
@@ -140,6 +145,7 @@ class ValueConfig:
     )
     train_global_batch_size: int = opt(8, "local: sequences per optimizer step of the critic")
     train_micro_batch_size: int = opt(8, "local: sequences per forward and backward pass of the critic", free=True)
+    fused_layers: bool = opt(True, "local: as policy.fused_layers")
     gradient_checkpointing: bool = opt(False, "local: as policy.gradient_checkpointing", free=True)
     offload: bool = opt(
         False,

@@ -134,6 +134,8 @@ ELSEWHERE = {
     "truncated_importance_sampling_ratio": "loss_fn.importance_sampling.max",
     "truncated_importance_sampling_ratio_min": "loss_fn.importance_sampling.min",
     "activation_checkpointing": "policy.gradient_checkpointing",
+    "use_liger": "policy.fused_layers",
+    "use_liger_kernel": "policy.fused_layers",
     "offload_optimizer_for_logprob": "policy.offload_optimizer",
     "train_mb_tokens": "policy.max_tokens_per_micro_batch",
     "generation_batch_size": "policy.generation.max_batch_size",

@@ -9,7 +9,6 @@ samples is not read. Graphs exist for batches of a few sizes; which places a bat
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +86,6 @@ class ContinuousBatching:
         self.pages: Pages | None = None
         self.state: State | None = None
         self.graphs: dict[tuple[int, tuple[int, ...], Sampling], tuple[Callable[[], None], Tensor]] = {}
-        self.rotary: Callable[[], AbstractContextManager[None]] = nullcontext
         self._check_model()
 
     @torch.inference_mode()
@@ -99,10 +97,9 @@ class ContinuousBatching:
         alone = [self.model(input_ids=x[None], use_cache=False).logits[0, -2:] for x in ids]
         use_paged_attention(self.model)
         if self.device.type == "cuda":
-            from trainers.engines.fused_layers import FusedRotary, fuse_layers  # triton comes with torch for GPUs alone
+            from trainers.fused_layers import fuse_layers  # triton comes with torch for GPUs alone
 
             fuse_layers(self.model)
-            self.rotary = FusedRotary(self.model)
         try:
             self.pages = Pages(sum(pages), **self.layout, dtype=self.dtype, device=self.device)
             groups = [
@@ -387,8 +384,7 @@ class ContinuousBatching:
         return ends
 
     def _logits(self, ids: Tensor, positions: Tensor, paged: Prefill | Decode, **options: Tensor) -> Tensor:
-        with self.rotary():
-            return self.model(input_ids=ids, position_ids=positions, use_cache=False, paged=paged, **options).logits
+        return self.model(input_ids=ids, position_ids=positions, use_cache=False, paged=paged, **options).logits
 
 
 def batch_sizes(places: int) -> list[int]:

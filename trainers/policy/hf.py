@@ -66,6 +66,7 @@ class HFPolicy:
             packing=cfg.packing,
             param_dtype=self.param_dtype,
             device=device,
+            fused=cfg.fused_layers,
         )
         self.masters = self.backbone.masters
         if cfg.gradient_checkpointing:

@@ -41,7 +41,13 @@ class LocalValue:
             head.requires_grad_(False)  # a critic has no use for the language-model head
         self.model = model
         self.backbone = SplitTransformer(
-            model, cfg.num_layers_unfrozen, dtype, packing=cfg.packing, param_dtype=param_dtype, device=device
+            model,
+            cfg.num_layers_unfrozen,
+            dtype,
+            packing=cfg.packing,
+            param_dtype=param_dtype,
+            device=device,
+            fused=cfg.fused_layers,
         )
         self.masters = self.backbone.masters
         if cfg.gradient_checkpointing:
