@@ -49,6 +49,24 @@ class GenerationConfig:
         1800.0, "seconds in which the engine must have answered a batch of prompts, else the run stops; null: no limit",
         free=True,
     )  # fmt: skip
+    refit_bucket_mb: int = opt(
+        512,
+        "new weights reach the engine in buckets of this many MB (2**20 bytes): memory on the policy's device, two "
+        "buckets for an engine in another process, one for the merged matrices of policy.peft; a larger tensor has a "
+        "bucket of its own",
+        free=True,
+    )
+    release_memory: bool = opt(
+        False,
+        "while the policy trains, the engine gives back its KV cache, and its weights where they are its own",
+        free=True,
+    )
+    probe_period: int = opt(
+        1,
+        "after the refit of every such step the engine answers a fixed prompt, and the run stops if the answer's "
+        "log-probs are not those of the policy's new weights; 0: never",
+        free=True,
+    )
     max_batch_size: int = opt(64, "sequences decoded together by the embedded engine", free=True)
     dtype: str = opt(
         "auto",

@@ -36,6 +36,8 @@ RANGES: dict[str, Rule] = {
     **{f"value.{key}": rule for key, rule in OPTIMIZER.items()},
     **{f"policy.generation.{part}{key}": rule for part in ("", "val.") for key, rule in SAMPLING.items()},
     "policy.generation.timeout_s": POSITIVE,
+    "policy.generation.refit_bucket_mb": POSITIVE,
+    "policy.generation.probe_period": NOT_NEGATIVE,
     "policy.generation.max_batch_size": AT_LEAST_1,
     "policy.num_layers_unfrozen": ("-1 (everything) or >= 1", lambda x: x == -1 or x >= 1),
     "policy.max_total_sequence_length": AT_LEAST_1,

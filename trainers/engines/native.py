@@ -39,7 +39,7 @@ class NativeEngine(GuardedEngine):
         self.cache_argument = "cache" if "cache" in arguments else "past_key_values"
 
     def capabilities(self) -> Capabilities:
-        return Capabilities("native", transformers.__version__, transport="inproc")
+        return Capabilities("native", transformers.__version__, transport="inproc", can_sleep=False)
 
     @torch.inference_mode()
     def _generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
