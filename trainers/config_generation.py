@@ -62,7 +62,7 @@ class GenerationConfig:
         free=True,
     )
     probe_period: int = opt(
-        1,
+        10,
         "after the refit of every such step the engine answers a fixed prompt, and the run stops if the answer's "
         "log-probs are not those of the policy's new weights; 0: never",
         free=True,
