@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
-from trainers.engines import Sampling
-from trainers.engines.native import NativeEngine, _sample, share_parameters
+from trainers.engines import Sampling, sample
+from trainers.engines.native import NativeEngine, share_parameters
 from trainers.refit import refit
 
 PROMPTS = [[2, 3], [4], [5, 6, 7, 8], [9, 10], [4]]
@@ -30,7 +30,7 @@ def test_rows_do_not_depend_on_the_size_of_a_batch(tokenizer):
 
 def test_sampling_follows_the_distribution():
     logits = torch.tensor([0.0, math.log(2), -math.inf, math.log(5)]).expand(80_000, 4)
-    chosen, logprobs = _sample(logits, Sampling(1), (torch.arange(80_000, dtype=torch.float64) + 0.5) / 80_000)
+    chosen, logprobs, _ = sample.draw(logits, (torch.arange(80_000, dtype=torch.float64) + 0.5) / 80_000)
     assert torch.bincount(chosen, minlength=4).tolist() == [10_000, 20_000, 0, 50_000]
     assert logprobs[0].item() == pytest.approx(math.log(1 / 8))
 
@@ -38,13 +38,13 @@ def test_sampling_follows_the_distribution():
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_no_token_of_probability_zero_is_ever_sampled(uniform):
     logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
-    chosen, logprob = _sample(logits, Sampling(1), torch.tensor([uniform], dtype=torch.float64))
+    chosen, logprob, _ = sample.draw(logits, torch.tensor([uniform], dtype=torch.float64))
     assert chosen.item() in (1, 2) and math.isfinite(logprob.item())
 
 
 def test_diverged_weights_are_an_error_not_a_token():
     with pytest.raises(FloatingPointError, match="not finite"):
-        _sample(torch.tensor([[0.0, math.nan]]), Sampling(1), torch.tensor([0.5], dtype=torch.float64))
+        sample.check_finite(sample.draw(torch.tensor([[0.0, math.nan]]), torch.tensor([0.5]).double())[2])
 
 
 def test_refit_moves_nothing_where_storage_is_shared_and_only_trained_layers_elsewhere(tokenizer):

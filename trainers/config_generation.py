@@ -68,6 +68,12 @@ class GenerationConfig:
         free=True,
     )
     max_batch_size: int = opt(64, "sequences decoded together by the embedded engine", free=True)
+    kv_cache_gb: float | None = opt(
+        None,
+        "embedded engine on a GPU: size of its KV cache in GiB; default: what max_batch_size of a step's longest "
+        "responses need, at most 0.8 of the memory that is free then",
+        free=True,
+    )
     dtype: str = opt(
         "auto",
         "weights of the embedded engine; auto: the policy's compute dtype",

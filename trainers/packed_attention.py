@@ -58,7 +58,7 @@ def packed_attention(
         raise ValueError(f"{who} {name}{shown}, which packed attention does not have")
     if attention_mask is not None or query.shape[2] != key.shape[2] or not getattr(module, "is_causal", True):
         raise ValueError(f"{who} something other than causal attention over whole sequences without a mask")
-    if sequences is not None and (flash := _varlen(query, value)) is not None:
+    if sequences is not None and (flash := packed_varlen(query, value)) is not None:
         return flash(query, key, value, sequences, scaling), None
     lengths = [query.shape[2]] if sequences is None else sequences.lengths
     # Key and value heads are repeated here: given fewer of them, torch's kernels for float32 fall back to whole scores.
@@ -68,7 +68,7 @@ def packed_attention(
     return torch.cat(out, 2).transpose(1, 2).contiguous(), None
 
 
-def _varlen(query: Tensor, value: Tensor) -> Any:
+def packed_varlen(query: Tensor, value: Tensor) -> Any:
     """`varlen_flash` for the torch at hand where its kernel takes such heads, else None."""
     head = query.shape[-1]
     if not query.is_cuda or head != value.shape[-1] or head % 8 or head > 256:

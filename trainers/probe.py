@@ -91,9 +91,13 @@ class Probe:
         self.policy, self.engine, self.period = policy, engine, cfg.probe_period
         self.prompt = list(prompt[-PROMPT_TOKENS:])
         room = TOKENS if max_length is None else max_length - len(self.prompt)
-        # Sampled, with one seed throughout: the most likely tokens move least, and not every engine has the log-probs
-        # of the distribution for a greedy answer.
-        self.sampling = replace(Sampling.from_config(cfg), max_new_tokens=min(TOKENS, cfg.max_new_tokens, room))
+        # By one seed throughout where seeds decide: likelier tokens move less. Greedy where they do not, if its
+        # log-probs are to be had: engines know those of the model's own distribution alone.
+        plain = cfg.temperature == 1 and not cfg.min_new_tokens
+        greedy = plain and not engine.capabilities().row_seeds
+        self.sampling = replace(
+            Sampling.from_config(cfg, greedy=greedy), max_new_tokens=min(TOKENS, cfg.max_new_tokens, room)
+        )
         if not cfg.min_new_tokens:  # else what ends a response has a part in its log-probs
             self.sampling = replace(self.sampling, ignore_eos=True, stop_token_ids=(), stop_strings=())
         self.limit, self.moved = disagreement(dtype, cfg), MOVED[dtype, engine_dtype(dtype, cfg)]

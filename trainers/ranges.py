@@ -38,6 +38,7 @@ RANGES: dict[str, Rule] = {
     "policy.generation.timeout_s": POSITIVE,
     "policy.generation.refit_bucket_mb": POSITIVE,
     "policy.generation.probe_period": NOT_NEGATIVE,
+    "policy.generation.kv_cache_gb": POSITIVE,
     "policy.generation.max_batch_size": AT_LEAST_1,
     "policy.num_layers_unfrozen": ("-1 (everything) or >= 1", lambda x: x == -1 or x >= 1),
     "policy.max_total_sequence_length": AT_LEAST_1,

@@ -12,5 +12,9 @@ def make_engine(policy: HFPolicy, cfg: GenerationConfig, compute_dtype: torch.dt
     """One engine for this rank, with the policy's tokenizer; the first refit brings its weights."""
     dtype = compute_dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     return NativeEngine(
-        policy.engine_model(dtype), policy.tokenizer, max_batch_size=cfg.max_batch_size, timeout_s=cfg.timeout_s
+        policy.engine_model(dtype),
+        policy.tokenizer,
+        max_batch_size=cfg.max_batch_size,
+        kv_cache_gb=cfg.kv_cache_gb,
+        timeout_s=cfg.timeout_s,
     )

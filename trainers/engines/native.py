@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from trainers.engines import Capabilities, Completion, Manifest, Sampling, stop_ids
+from trainers.engines import Capabilities, Completion, Manifest, Sampling, sample, stop_ids
+from trainers.engines.continuous import ContinuousBatching
 from trainers.engines.guarded import Deadline, GuardedEngine, check_manifest
 from trainers.packed_attention import own_attention
 
@@ -27,7 +28,14 @@ class NativeEngine(GuardedEngine):
     """Args: model: a causal LM, used as it is (see `share_parameters`); tokenizer: its end token and stop strings."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, *, max_batch_size: int = 64, timeout_s: float | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        max_batch_size: int = 64,
+        kv_cache_gb: float | None = None,
+        continuous: bool | None = None,
+        timeout_s: float | None = None,
     ):
         super().__init__(timeout_s=timeout_s)
         self.model = model.eval()
@@ -37,17 +45,37 @@ class NativeEngine(GuardedEngine):
         # transformers renamed the argument; both names are in use among the supported versions.
         arguments = inspect.signature(type(model.base_model).forward).parameters
         self.cache_argument = "cache" if "cache" in arguments else "past_key_values"
+        self.continuous: ContinuousBatching | None = None
+        if model.device.type == "cuda" if continuous is None else continuous:
+            try:
+                self.continuous = ContinuousBatching(model, places=max_batch_size, kv_cache_gb=kv_cache_gb)
+            except torch.OutOfMemoryError:
+                raise
+            except (ValueError, TypeError, AttributeError, RuntimeError) as reason:
+                print(f"generation: batch by batch, without CUDA graphs: {reason}", flush=True)
 
     def capabilities(self) -> Capabilities:
-        return Capabilities("native", transformers.__version__, transport="inproc", can_sleep=False)
+        return Capabilities(
+            "native", transformers.__version__, transport="inproc", can_sleep=self.continuous is not None
+        )
 
     @torch.inference_mode()
     def _generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         if any(getattr(parameter, "holds_reference", False) for parameter in self.parameters.values()):
             raise RuntimeError("generate() inside a reference pass: the weights it shares are the reference's now")
+        self.deadline = Deadline(self.timeout_s)
+        if self.continuous is not None:
+            answers = self.continuous.generate(
+                prompts,
+                sampling,
+                seeds,
+                stops=stop_ids(sampling, self.model, self.tokenizer),
+                spells_stop=lambda tokens: self._spells_stop(tokens, sampling.stop_strings),
+                deadline=self.deadline,
+            )
+            return [Completion(*answer, self.version) for answer in answers]
         # Rows of like length share a batch, so that little is spent on padding.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        self.deadline = Deadline(self.timeout_s)
         completions: dict[int, Completion] = {}
         for start in range(0, len(order), self.max_batch_size):
             rows = order[start : start + self.max_batch_size]
@@ -58,9 +86,8 @@ class NativeEngine(GuardedEngine):
     def _decode(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         device = self.model.device
         stops = stop_ids(sampling, self.model, self.tokenizer)
-        uniforms = torch.stack(
-            [torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=_generator(seed)) for seed in seeds]
-        ).to(device)
+        stop_tensor = torch.tensor(stops, dtype=torch.int64, device=device)
+        uniforms = sample.uniforms(list(seeds), sampling.max_new_tokens).to(device)
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         attention = torch.zeros(len(prompts), width + sampling.max_new_tokens, dtype=torch.int64)
@@ -88,9 +115,10 @@ class NativeEngine(GuardedEngine):
                 logits_to_keep=last,
                 **{self.cache_argument: cache},
             )
-            early = i < sampling.min_new_tokens
-            removed = stops if early else ()
-            chosen, logprob = _sample(output.logits[:, -1], sampling, uniforms[:, i], seen=seen, removed=removed)
+            early = torch.full((len(active),), True, device=device) if i < sampling.min_new_tokens else None
+            scores = sample.scores(output.logits[:, -1], sampling, seen=seen, stops=stop_tensor, early=early)
+            chosen, logprob, finite = sample.draw(scores, uniforms[:, i], greedy=sampling.greedy)
+            sample.check_finite(finite)
             checked = sampling.stop_strings if i + 1 >= sampling.min_new_tokens else ()
             keep = []
             for row, (token, lp) in enumerate(zip(chosen.tolist(), logprob.tolist(), strict=True)):
@@ -126,7 +154,14 @@ class NativeEngine(GuardedEngine):
                 moved += mine.numel() * mine.element_size()
         return moved
 
+    def _sleep(self, parts: set[str], *, keep_weights: bool) -> bool:
+        """The cache alone: weights are the policy's own, or copies that the next refit would have to make again."""
+        if self.continuous is not None:
+            self.continuous.release()
+        return False
+
     def _close(self) -> None:
+        self._sleep(set(), keep_weights=False)
         self.parameters = {}
 
     def _seen(self, prompts: list[list[int]]) -> Tensor:
@@ -155,55 +190,3 @@ def share_parameters(model: Model, dtype: torch.dtype, copied: Iterable[Tensor] 
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(dtype)
     return shared
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def _sample(
-    logits: Tensor,
-    sampling: Sampling,
-    uniform: Tensor,
-    *,
-    seen: Tensor | None = None,
-    removed: Sequence[int] = (),
-) -> tuple[Tensor, Tensor]:
-    """[B, V] logits, [B] uniform numbers -> token ids [B] and their log-probs [B] (float64 sums: V may be 250,000)."""
-    scores = _scores(logits, sampling, seen, removed)
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    if not bool(torch.isfinite(total).all()):
-        raise FloatingPointError("the policy's logits are not finite while sampling: the weights have diverged")
-    if sampling.greedy:
-        chosen = weights.argmax(-1)
-    else:
-        # right=True never picks a token of probability zero.
-        chosen = torch.searchsorted(cumulative, (uniform * total)[:, None], right=True).squeeze(-1)
-        chosen = chosen.clamp(max=logits.shape[-1] - 1)
-    picked = weights.gather(-1, chosen[:, None]).squeeze(-1)
-    return chosen, (picked.double().log() - total.log()).float()
-
-
-def _scores(logits: Tensor, sampling: Sampling, seen: Tensor | None, removed: Sequence[int]) -> Tensor:
-    """[B, V] float32 whose softmax is the sampling distribution; -inf where a token cannot be sampled.
-
-    seen: [B, V] bool, the tokens that the repetition penalty is for; removed: ids that are left out of every row.
-    """
-    scores = logits.float()
-    if seen is not None:
-        penalty = sampling.repetition_penalty
-        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-    if removed:
-        scores = scores.index_fill(-1, torch.tensor(removed, device=scores.device), -torch.inf)
-    scores = scores / sampling.temperature
-    if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
-        kth = scores.topk(sampling.top_k).values[:, -1:]
-        scores = scores.masked_fill(scores < kth, -torch.inf)  # what ties with the last one stays
-    if sampling.top_p < 1:
-        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-        probs = ordered.double().softmax(-1)
-        enough = probs.cumsum(-1) - probs >= sampling.top_p  # what is more likely suffices; never so for the first
-        scores = scores.scatter(-1, order, ordered.masked_fill(enough, -torch.inf))
-    return scores
