@@ -62,8 +62,8 @@ class Trainer:
 
         path = self._make_policy()
         self.engine: Engine = make_engine(self.policy, config.policy.generation, self.dtype)
-        self.update_engine = Refit(self.policy, self.engine, config.policy.generation)
         self._tokenize(prompts, validation)
+        self.update_engine = Refit(self.policy, self.engine, config.policy.generation)
         self.constant_rewards = rewards.ConstantRewards(config.env.constant_reward_steps)
         self.rewards = rewards.Rewards(self.cfg, config.loss_fn)
         self.kl = rewards.KLController(self.cfg, config.loss_fn)
