@@ -5,6 +5,7 @@ Weights change by about what an optimizer step changes: log-probs by 1e-6 to 0.1
 
 import copy
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -15,12 +16,14 @@ from tests import tiny
 from tests.test_ppo import small
 from trainers import trainer as trainer_module
 from trainers.config import GenerationConfig
-from trainers.engines import Capabilities
+from trainers.engines import Capabilities, Completion
 from trainers.engines.native import NativeEngine, share_parameters
 from trainers.filtering import DynamicSampling
+from trainers.metrics import rollout_metrics
 from trainers.ppo import PPOTrainer
 from trainers.probe import Answer, Probe, moves
 from trainers.refit import Refit
+from trainers.rollout import pack
 from trainers.run import TrainingError
 
 PROMPT = [0, 4, 7, 9]
@@ -224,6 +227,27 @@ def test_a_stale_engine_stops_the_run_before_it_samples_again(tmp_path, monkeypa
     assert (again.progress.step, again.loader.consumed) == (1, 4)
     again.fit()
     assert again.progress.step == 4
+
+
+def test_how_far_the_engine_is_from_the_trainer_by_hand():
+    """Two responses, of two tokens and of one: log-probs of the trainer, and of the engine, which gives a third more
+    and a half less to a token of the first."""
+    batch = pack([[2], [3]], [completion([0.6, 0.2]), completion([0.5])])
+    old = torch.tensor([0.0, 0.45, 0.4, 0.0, 0.5])  # 0.6 is a third more than 0.45, 0.2 half of 0.4
+    batch.update(
+        old_logprobs=torch.where(batch.mask, old.log(), 0.0), entropy=torch.zeros(5), raw_reward=torch.zeros(2)
+    )
+    metrics = rollout_metrics(batch)
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx((0.15 + 0.2 + 0) / 3)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.2)
+    kl = (0.75 - 1 - math.log(0.75) + 2 - 1 - math.log(2) + 0) / 3
+    assert metrics["training/rollout_kl"] == pytest.approx(kl, rel=1e-5)
+    assert metrics["training/seq_logprob_error_mean"] == pytest.approx(((4 / 3 + 2) / 2 + 1) / 2)
+    assert metrics["training/seq_logprob_error_max"] == pytest.approx((4 / 3 + 2) / 2)
+
+
+def completion(probabilities: list[float]) -> Completion:
+    return Completion([5] * len(probabilities), [math.log(p) for p in probabilities], "length", 0)
 
 
 class Behind(NativeEngine):

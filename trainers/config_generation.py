@@ -58,7 +58,7 @@ class GenerationConfig:
     )
     release_memory: bool = opt(
         False,
-        "while the policy trains, the engine gives back its KV cache, and its weights where they are its own",
+        "while the policy trains, the engine gives back its KV cache, and its weights where they are not the policy's",
         free=True,
     )
     probe_period: int = opt(

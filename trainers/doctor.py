@@ -35,9 +35,13 @@ class Finding:
 
 
 def temporary(config: Any, folder: str) -> Any:
-    """The settings for one step that leaves nothing behind."""
-    quiet = replace(config.logger, run_dir=folder, tensorboard=False, report=False)
-    return replace(config, logger=quiet, checkpointing=replace(config.checkpointing, enabled=False, resume="never"))
+    """The settings for one step that leaves nothing behind, and that no probe stops before its engine is looked at."""
+    return replace(
+        config,
+        logger=replace(config.logger, run_dir=folder, tensorboard=False, report=False),
+        checkpointing=replace(config.checkpointing, enabled=False, resume="never"),
+        policy=replace(config.policy, generation=replace(config.policy.generation, probe_period=0)),
+    )
 
 
 def examine(trainer: Trainer) -> Iterator[Finding]:
