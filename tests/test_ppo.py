@@ -337,7 +337,7 @@ def test_train_refuses_two_sources_of_prompts(tmp_path):
 
 
 def test_a_trainer_that_disagrees_with_its_own_scores_is_stopped(tmp_path):
-    trainer = PPOTrainer(small(tmp_path))
+    trainer = PPOTrainer(small(tmp_path, policy__generation__probe_period=0))  # which would see it first
     scored = trainer.policy.score
     trainer.policy.score = lambda batch, want: {
         name: value + 0.1 * batch.mask if name == "old_logprobs" else value

@@ -15,8 +15,8 @@ from trainers.cli import load_config
 from trainers.config import LossConfig
 from trainers.config_algorithm import ImportanceSamplingConfig
 from trainers.dialogues import Dialogue, write_turn
-from trainers.engines import Sampling, stop_ids
-from trainers.engines.native import NativeEngine, _sample, _scores, share_parameters
+from trainers.engines import Sampling, sample, stop_ids
+from trainers.engines.native import NativeEngine, share_parameters
 from trainers.environments import Prompt
 from trainers.losses import PolicyLoss, SelectedRows, scored
 from trainers.ppo import PPOTrainer
@@ -64,7 +64,7 @@ def test_scores_are_those_of_transformers(top_k, top_p, temperature):
     sampling = Sampling(1, temperature=temperature, top_p=top_p, top_k=top_k, repetition_penalty=1.7)
     right = processors(sampling)(history, logits.clone()).softmax(-1)
     seen = torch.zeros(16, 50, dtype=torch.bool).scatter(1, history, True)
-    got = _scores(logits, sampling, seen, ()).softmax(-1)
+    got = sample.scores(logits, sampling, seen=seen).softmax(-1)
     ties = (got > 0) != (right > 0)  # where top_p cuts through equal logits, the sort decides which of them stay
     assert torch.equal((got > 0).sum(-1), (right > 0).sum(-1))
     assert not ties[:, [i for i in range(50) if not 10 <= i < 14]].any()
@@ -76,10 +76,10 @@ def test_top_k_comes_before_top_p():
     """8, 4, 2, 1, 0.5 of 15.5: top_p=0.8 alone would keep three; of the first three, 14, two are enough."""
     logits = torch.tensor([8.0, 4.0, 2.0, 1.0, 0.5]).log().expand(30_000, 5)
     uniform = (torch.arange(30_000, dtype=torch.float64) + 0.5) / 30_000
-    chosen, logprobs = _sample(logits, Sampling(1, top_k=3, top_p=0.8), uniform)
+    chosen, logprobs, _ = sample.choose(logits, uniform, Sampling(1, top_k=3, top_p=0.8))
     assert torch.bincount(chosen, minlength=5).tolist() == [20_000, 10_000, 0, 0, 0]
     assert logprobs[0].exp().item() == pytest.approx(2 / 3) and logprobs[-1].exp().item() == pytest.approx(1 / 3)
-    chosen, _ = _sample(logits, Sampling(1, top_p=0.8), uniform)
+    chosen, _, _ = sample.choose(logits, uniform, Sampling(1, top_p=0.8))
     assert torch.bincount(chosen, minlength=5).tolist() == pytest.approx([17_143, 8_571, 4_286, 0, 0], abs=1)
 
 

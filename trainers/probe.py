@@ -7,7 +7,8 @@ missed a refit gives its last answer again, with the same log-probs, though the 
 cannot: what moves the trainer's log-probs changes the engine's at least in their last bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,6 +76,7 @@ class Probe:
     Args:
         prompt: ids; its last 64 are used.
         max_length: tokens of prompt and answer together; None: no limit.
+        timer: of a run: the time counts to its stages "gen" and "old_log_prob".
         dtype: "float32" or "bfloat16", what the trainer computes in.
     """
 
@@ -87,8 +89,9 @@ class Probe:
         *,
         dtype: str,
         max_length: int | None = None,
+        timer: Callable[[str], AbstractContextManager] = nullcontext,
     ):
-        self.policy, self.engine, self.period = policy, engine, cfg.probe_period
+        self.policy, self.engine, self.period, self.timer = policy, engine, cfg.probe_period, timer
         self.prompt = list(prompt[-PROMPT_TOKENS:])
         room = TOKENS if max_length is None else max_length - len(self.prompt)
         # By one seed throughout where seeds decide: likelier tokens move less. Greedy where they do not, if its
@@ -127,9 +130,11 @@ class Probe:
 
     def ask(self) -> list[Answer]:
         """The answer of every rank's engine. The trainer scores them together, so that all ranks judge alike."""
-        completions = dist.together(lambda: self.engine.generate([self.prompt], self.sampling, [0])[0])
+        with self.timer("gen"):
+            completions = dist.together(lambda: self.engine.generate([self.prompt], self.sampling, [0])[0])
         batch = pack([self.prompt] * len(completions), completions)
-        scored = self.policy.score(batch, {"old_logprobs"})["old_logprobs"][batch.mask]
+        with self.timer("old_log_prob"):
+            scored = self.policy.score(batch, {"old_logprobs"})["old_logprobs"][batch.mask]
         parts = scored.split([len(completion.tokens) for completion in completions])
         return [
             Answer(completion.weight_version, completion.tokens, torch.tensor(completion.logprobs), part)

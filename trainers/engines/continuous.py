@@ -9,6 +9,7 @@ samples is not read. Graphs exist for batches of a few sizes; which places a bat
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -86,6 +87,7 @@ class ContinuousBatching:
         self.pages: Pages | None = None
         self.state: State | None = None
         self.graphs: dict[tuple[int, tuple[int, ...], Sampling], tuple[Callable[[], None], Tensor]] = {}
+        self.rotary: Callable[[], AbstractContextManager[None]] = nullcontext
         self._check_model()
 
     @torch.inference_mode()
@@ -96,6 +98,11 @@ class ContinuousBatching:
         before = self.model.config._attn_implementation
         alone = [self.model(input_ids=x[None], use_cache=False).logits[0, -2:] for x in ids]
         use_paged_attention(self.model)
+        if self.device.type == "cuda":
+            from trainers.engines.fused_layers import FusedRotary, fuse_layers  # triton comes with torch for GPUs alone
+
+            fuse_layers(self.model)
+            self.rotary = FusedRotary(self.model)
         try:
             self.pages = Pages(sum(pages), **self.layout, dtype=self.dtype, device=self.device)
             groups = [
@@ -233,6 +240,8 @@ class ContinuousBatching:
             started.append((place, group))
             if not group.waiting:
                 waiting.popleft()
+        if not started:
+            return
         if fresh:
             self._prefill(fresh)
         if sources:
@@ -325,9 +334,8 @@ class ContinuousBatching:
         generated, live = state.generated[places], state.active[places]
         seen = state.seen[places] if sampling.repetition_penalty != 1 else None
         early = generated < sampling.min_new_tokens if sampling.min_new_tokens else None
-        scores = sample.scores(logits, sampling, seen=seen, stops=self.stops, early=early)
         uniform = state.uniforms[places, generated]
-        chosen, logprobs, finite = sample.draw(scores, uniform, greedy=sampling.greedy)
+        chosen, logprobs, finite = sample.choose(logits, uniform, sampling, seen=seen, stops=self.stops, early=early)
         state.tokens[places, generated] = chosen
         state.logprobs[places, generated] = logprobs
         state.token[places] = chosen
@@ -338,7 +346,7 @@ class ContinuousBatching:
         state.active[places] = live & ~stopped & (generated < state.limit)
         state.diverged |= ~(finite | ~live).all()
         if seen is not None:
-            state.seen[places, chosen] = True
+            state.seen[places, chosen] = torch.ones_like(live)
 
     def _look(self) -> None:
         """Take the responses that have ended out of the batch."""
@@ -379,7 +387,8 @@ class ContinuousBatching:
         return ends
 
     def _logits(self, ids: Tensor, positions: Tensor, paged: Prefill | Decode, **options: Tensor) -> Tensor:
-        return self.model(input_ids=ids, position_ids=positions, use_cache=False, paged=paged, **options).logits
+        with self.rotary():
+            return self.model(input_ids=ids, position_ids=positions, use_cache=False, paged=paged, **options).logits
 
 
 def batch_sizes(places: int) -> list[int]:

@@ -116,8 +116,10 @@ class NativeEngine(GuardedEngine):
                 **{self.cache_argument: cache},
             )
             early = torch.full((len(active),), True, device=device) if i < sampling.min_new_tokens else None
-            scores = sample.scores(output.logits[:, -1], sampling, seen=seen, stops=stop_tensor, early=early)
-            chosen, logprob, finite = sample.draw(scores, uniforms[:, i], greedy=sampling.greedy)
+            logits = output.logits[:, -1]
+            chosen, logprob, finite = sample.choose(
+                logits, uniforms[:, i], sampling, seen=seen, stops=stop_tensor, early=early
+            )
             sample.check_finite(finite)
             checked = sampling.stop_strings if i + 1 >= sampling.min_new_tokens else ()
             keep = []

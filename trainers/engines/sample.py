@@ -65,6 +65,20 @@ def draw(scores: Tensor, uniform: Tensor, *, greedy: bool = False) -> tuple[Tens
     return chosen, (picked.double().log() - total.log()).float(), torch.isfinite(total)
 
 
+def choose(
+    logits: Tensor, uniform: Tensor, sampling: Sampling, **masks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`draw` of the `scores` of [B, V] logits; `masks`: arguments of `scores`."""
+    if not logits.is_cuda:
+        return draw(scores(logits, sampling, **masks), uniform, greedy=sampling.greedy)
+    from trainers.engines import draw_kernel  # triton comes with torch for GPUs alone
+
+    whole = sampling.top_p == 1 and sampling.top_k is None and masks.get("seen") is None and masks.get("early") is None
+    if whole:  # then only the temperature is between the logits and the scores: no copy of them is needed
+        return draw_kernel.draw(logits, uniform, temperature=sampling.temperature, greedy=sampling.greedy)
+    return draw_kernel.draw(scores(logits, sampling, **masks), uniform, greedy=sampling.greedy)
+
+
 def check_finite(finite: Tensor) -> None:
     if not bool(finite.all()):
         raise FloatingPointError("the policy's logits are not finite while sampling: the weights have diverged")
