@@ -49,6 +49,13 @@ class GenerationConfig:
         1800.0, "seconds in which the engine must have answered a batch of prompts, else the run stops; null: no limit",
         free=True,
     )  # fmt: skip
+    max_batch_size: int = opt(64, "sequences decoded together by the embedded engine", free=True)
+    kv_cache_gb: float | None = opt(
+        None,
+        "embedded engine on a GPU: size of its KV cache in GiB; default: what max_batch_size of a step's longest "
+        "responses need, at most 0.8 of the memory that is free then",
+        free=True,
+    )
     refit_bucket_mb: int = opt(
         512,
         "new weights reach the engine in buckets of this many MB (2**20 bytes): memory on the policy's device, two "
@@ -65,13 +72,6 @@ class GenerationConfig:
         10,
         "after the refit of every such step the engine answers a fixed prompt, and the run stops if the answer's "
         "log-probs are not those of the policy's new weights; 0: never",
-        free=True,
-    )
-    max_batch_size: int = opt(64, "sequences decoded together by the embedded engine", free=True)
-    kv_cache_gb: float | None = opt(
-        None,
-        "embedded engine on a GPU: size of its KV cache in GiB; default: what max_batch_size of a step's longest "
-        "responses need, at most 0.8 of the memory that is free then",
         free=True,
     )
     dtype: str = opt(
