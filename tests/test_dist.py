@@ -1,5 +1,6 @@
 """Several ranks train as one: gloo on a CPU. The ranks of 4, then of 2, are processes of one spawn."""
 
+import copy
 import json
 import os
 import signal
@@ -17,6 +18,12 @@ from tests import tiny
 from tests.test_loss_invariance import LONGER, PLAIN, Cut, Outcome, Setting, assert_same, outcome
 from trainers import dist
 from trainers.arithmetic import ConfigError, check
+from trainers.config import GenerationConfig
+from trainers.engines import Sampling
+from trainers.engines.native import NativeEngine
+from trainers.probe import Probe
+from trainers.refit import Refit
+from trainers.run import TrainingError
 
 WORLDS = (4, 2)
 SETTINGS = [
@@ -56,6 +63,35 @@ def fails_on(rank: int) -> int:
     return dist.rank()
 
 
+def refits_its_own_engine(rank: int) -> None:
+    """Every rank has an engine; a failure of one, and one that is stale, are told to all."""
+    policy, cfg = tiny.policy(), GenerationConfig(max_new_tokens=8, probe_period=1)
+    engine = NativeEngine(copy.deepcopy(policy.model), policy.tokenizer)
+    update, probe = Refit(policy, engine, cfg), Probe(policy, engine, cfg, [0, 4], dtype="float32")
+    for version in (1, 2):
+        with torch.no_grad():
+            policy.head.weight += 0.01 * torch.randn(
+                policy.head.weight.shape, generator=torch.Generator().manual_seed(7)
+            )
+        assert update(version) > 0
+        probe(version)
+        probe.check()
+    answers = dist.gather(engine.generate([[4]], Sampling(6), [3])[0])
+    assert all(answer == answers[0] and answer.weight_version == 2 for answer in answers)
+    if rank == 1:
+        engine._put = lambda bucket: 0
+    with torch.no_grad():
+        policy.head.weight[3] += 0.1
+    update(3)
+    probe(3)
+    with pytest.raises(TrainingError, match="stale"):
+        probe.check()
+    if rank == 1:
+        engine._end_update = lambda: fails_on(1)
+    with pytest.raises(ValueError, match="rank 1 cannot"):
+        update(4)
+
+
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     right: dict[str, Outcome] = torch.load(f"{folder}/right.pt", weights_only=False)
@@ -79,6 +115,7 @@ def worker(rank: int, folder: str) -> None:
         for name, value in scored.items():  # the same parts, so bit for bit
             assert torch.equal(value, right["scored"][name]), name
         assert "trunk_hidden" not in scored
+        refits_its_own_engine(rank)
         dist.stop()
 
 

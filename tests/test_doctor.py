@@ -12,12 +12,12 @@ import trainers.policy.hf
 import trainers.ppo
 import trainers.rewards
 import trainers.rollout
-import trainers.trainer
 from trainers.engines.native import NativeEngine
 from trainers.launch import launch
 from trainers.losses import PolicyLoss
 from trainers.optim import Optimizer
 from trainers.policy.reference import FrozenCopy
+from trainers.refit import Refit
 from trainers.trainer import Trainer
 
 SMALL = [
@@ -81,7 +81,7 @@ def test_equal_rewards_hide_nothing_of_the_update(capsys):
 
 def engine_of_other_weights(monkeypatch):
     """The engine starts from weights of its own, and the first refit is lost."""
-    own, real = NativeEngine.__init__, trainers.trainer.refit
+    own, real = NativeEngine.__init__, Refit.__call__
 
     def init(self, model, *args, **kwargs):
         model = type(model)(model.config)
@@ -89,7 +89,7 @@ def engine_of_other_weights(monkeypatch):
         own(self, model, *args, **kwargs)
 
     monkeypatch.setattr(NativeEngine, "__init__", init)
-    monkeypatch.setattr(trainers.trainer, "refit", lambda *args, version: version and real(*args, version=version))
+    monkeypatch.setattr(Refit, "__call__", lambda self, version: version and real(self, version))
 
 
 def sampled_at_another_temperature(monkeypatch):
@@ -215,7 +215,7 @@ def gradient_not_finite(monkeypatch):
 
 
 def refit_that_does_nothing(monkeypatch):
-    monkeypatch.setattr(trainers.trainer, "refit", lambda *args, version: 0)
+    monkeypatch.setattr(Refit, "__call__", lambda self, version: 0)
 
 
 def refit_that_copies_nothing(monkeypatch):
@@ -289,6 +289,6 @@ def test_the_runs_folder_is_not_touched(capsys, tmp_path, monkeypatch):
     before = folder()
     options = ["logger.tensorboard=true", "logger.report=true", "checkpointing.enabled=true", "ppo.val_at_start=true"]
     assert doctor(capsys, "logger.run_dir=mine", *options, "checkpointing.resume=auto")[0] == 0
-    monkeypatch.setattr(trainers.trainer, "refit", lambda *args, version: 0)
+    monkeypatch.setattr(Refit, "__call__", lambda self, version: 0)
     assert doctor(capsys, *options)[0] == 1  # logger.run_dir=auto: no results/ here
     assert folder() == before

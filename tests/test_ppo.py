@@ -126,6 +126,8 @@ def test_metrics_of_a_step(tmp_path):
     assert first["critic/values/mean"] == 0.0  # the value head starts at zero
     assert first["actor/first_ratio_err_max"] < 1e-5
     assert first["training/rollout_probs_diff_max"] < 1e-5
+    mismatch = ("rollout_probs_diff_mean", "rollout_probs_diff_max", "rollout_kl", "seq_logprob_error_mean")
+    assert all(f"training/{name}" in row for row in rows for name in (*mismatch, "seq_logprob_error_max"))
     assert first["response_length/mean"] == 4 and first["prompt_length/mean"] == 2
     assert first["response_length/clip_ratio"] == 1.0
     assert first["actor/entropy"] == pytest.approx(2.77, abs=0.1)  # log 16, a random model
@@ -335,7 +337,7 @@ def test_train_refuses_two_sources_of_prompts(tmp_path):
 
 
 def test_a_trainer_that_disagrees_with_its_own_scores_is_stopped(tmp_path):
-    trainer = PPOTrainer(small(tmp_path))
+    trainer = PPOTrainer(small(tmp_path, policy__generation__probe_period=0))  # which would see it first
     scored = trainer.policy.score
     trainer.policy.score = lambda batch, want: {
         name: value + 0.1 * batch.mask if name == "old_logprobs" else value

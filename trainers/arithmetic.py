@@ -218,6 +218,11 @@ def unused(config: TrainerConfig) -> Iterator[str]:
         ),
         (local, "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
         (
+            config.policy.generation.backend == "native" and not peft.enabled,
+            "policy.generation: refit_bucket_mb",
+            "policy.generation.backend=native, which takes the policy's own tensors",
+        ),
+        (
             not peft.enabled,
             "policy.peft: dim alpha use_rslora target_modules export",
             "policy.peft.enabled=false",

@@ -83,6 +83,24 @@ class GenerationConfig:
         "responses need, at most 0.8 of the memory that is free then",
         free=True,
     )
+    refit_bucket_mb: int = opt(
+        512,
+        "new weights reach the engine in buckets of this many MB (2**20 bytes): memory on the policy's device, two "
+        "buckets for an engine in another process, one for the merged matrices of policy.peft; a larger tensor has a "
+        "bucket of its own",
+        free=True,
+    )
+    release_memory: bool = opt(
+        False,
+        "while the policy trains, the engine gives back its KV cache, and its weights where they are not the policy's",
+        free=True,
+    )
+    probe_period: int = opt(
+        10,
+        "after the refit of every such step the engine answers a fixed prompt, and the run stops if the answer's "
+        "log-probs are not those of the policy's new weights; 0: never",
+        free=True,
+    )
     dtype: str = opt(
         "auto",
         "weights of the engine; auto: the policy's compute dtype",

@@ -17,11 +17,10 @@ from trainers import dist
 from trainers.backbone import name_of
 from trainers.engines import Sampling
 from trainers.optim import StepMetrics
+from trainers.probe import disagreement
 from trainers.rollout import FINISH, RolloutBatch, pack
 from trainers.trainer import Trainer
 
-# Of log-probs, the mean |trainer - engine| beyond which the two are different models: what rounding may do, with room.
-DISAGREEMENT = {"float32": 1e-3, "bfloat16": 0.15}
 PROMPTS_AFTER_REFIT = 4
 
 
@@ -36,9 +35,13 @@ class Finding:
 
 
 def temporary(config: Any, folder: str) -> Any:
-    """The settings for one step that leaves nothing behind."""
-    quiet = replace(config.logger, run_dir=folder, tensorboard=False, report=False)
-    return replace(config, logger=quiet, checkpointing=replace(config.checkpointing, enabled=False, resume="never"))
+    """The settings for one step that leaves nothing behind, and that no probe stops before its engine is looked at."""
+    return replace(
+        config,
+        logger=replace(config.logger, run_dir=folder, tensorboard=False, report=False),
+        checkpointing=replace(config.checkpointing, enabled=False, resume="never"),
+        policy=replace(config.policy, generation=replace(config.policy.generation, probe_period=0)),
+    )
 
 
 def examine(trainer: Trainer) -> Iterator[Finding]:
@@ -95,16 +98,14 @@ def masks(batch: RolloutBatch, trainer: Trainer) -> Finding:
     return Finding(True, "masks", told + (f"ended by themselves, in {shown}" if last else "ended by themselves"))
 
 
-def disagreement(trainer: Trainer) -> float:
-    """The limit that holds for the coarser of the trainer's and the engine's dtype."""
-    own, engine = name_of(trainer.dtype), trainer.config.policy.generation.dtype
-    return max(DISAGREEMENT[own], DISAGREEMENT[own if engine == "auto" else engine])
+def limit_of(trainer: Trainer) -> float:
+    return disagreement(name_of(trainer.dtype), trainer.config.policy.generation)
 
 
 def engine_agrees(batch: RolloutBatch, trainer: Trainer) -> Finding:
     apart = (batch.old_logprobs - batch.rollout_logprobs)[batch.mask].abs()
     told = f"mean |log p_trainer - log p_engine| {float(apart.mean()):.2g}, at most {float(apart.max()):.2g}"
-    return Finding(float(apart.mean()) <= disagreement(trainer), "engine", told)
+    return Finding(float(apart.mean()) <= limit_of(trainer), "engine", told)
 
 
 def reference_is_policy(batch: RolloutBatch) -> Finding:
@@ -207,5 +208,5 @@ def engine_follows(batch: RolloutBatch, trainer: Trainer) -> Finding:
         f"{max(apart):.2g} of them"
     )
     # Weights of noise make more of a rounding than those of a model do.
-    fresh = all(each <= min(10 * disagreement(trainer), large / 4) for each in apart)
+    fresh = all(each <= min(10 * limit_of(trainer), large / 4) for each in apart)
     return Finding(fresh, "refit", told)

@@ -60,6 +60,7 @@ METRICS: dict[str, str] = {
     **{"training/global_step": "steps", "training/epoch": "epochs", "training/consumed_prompts": "prompts"},
     **{"training/consumed_samples": "sequences", "training/total_valid_tokens": "tokens"},
     **_stats("training", "probability", "rollout_probs_diff_mean rollout_probs_diff_max"),
+    "training/probe_logprob_error": "nats/token",
     **{"training/rollout_kl": "nats/token", **_stats("training", "", "seq_logprob_error_mean seq_logprob_error_max")},
     **_stats("training", "sequences", "trained_samples overlong_filtered mismatch_filtered"),
     **{"training/empty_minibatches": "minibatches", "perf/rank_imbalance": ""},

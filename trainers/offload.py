@@ -31,6 +31,7 @@ def check_device(config: TrainerConfig, device: torch.device) -> None:
     options = {
         "policy.reference=cpu_offload": config.policy.reference == "cpu_offload",
         "policy.offload_optimizer=true": config.policy.offload_optimizer,
+        "policy.generation.release_memory=true": config.policy.generation.release_memory,
         "value.offload=true": config.critic is not None and config.critic.offload,
     }
     if wanted := [option for option, on in options.items() if on]:

@@ -36,6 +36,8 @@ RANGES: dict[str, Rule] = {
     **{f"value.{key}": rule for key, rule in OPTIMIZER.items()},
     **{f"policy.generation.{part}{key}": rule for part in ("", "val.") for key, rule in SAMPLING.items()},
     "policy.generation.timeout_s": POSITIVE,
+    "policy.generation.refit_bucket_mb": POSITIVE,
+    "policy.generation.probe_period": NOT_NEGATIVE,
     "policy.generation.kv_cache_gb": POSITIVE,
     "policy.generation.max_batch_size": AT_LEAST_1,
     "policy.generation.trtllm_cfg.tensor_parallel_size": AT_LEAST_1,

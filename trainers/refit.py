@@ -1,39 +1,57 @@
-"""The policy's weights into the engine: announce, send in buckets, finish; or abort: none serves half of them."""
+"""The policy's weights into the engine, and the order of it: wake the weights, announce, send in buckets, finish, wake
+the KV cache; or abort: no engine serves half of an update. While the policy trains, the engine may give its memory up.
+"""
 
-from collections.abc import Iterable, Iterator
-
-from torch import Tensor
-
+from trainers import dist
+from trainers.arithmetic import ConfigError
+from trainers.config import GenerationConfig
 from trainers.engines import Engine
 from trainers.policy import Policy
+from trainers.weights import WeightStream
 
-BUCKET_BYTES = 512 * 2**20
+
+class Refit:
+    """Called with a version (the policy's step), it makes `engine` generate with the policy's present weights.
+
+    Raises:
+        ConfigError: release_memory, of an engine that cannot give any back.
+    """
+
+    def __init__(self, policy: Policy, engine: Engine, cfg: GenerationConfig):
+        can = engine.capabilities()
+        if cfg.release_memory and not can.can_sleep:
+            raise ConfigError(
+                f"policy.generation.release_memory=true has no effect with policy.generation.backend={cfg.backend} "
+                "here: it has no memory that it could give back"
+            )
+        self.engine, self.release_memory = engine, cfg.release_memory
+        self.stream = WeightStream(policy, can.transport, cfg.refit_bucket_mb * 2**20)
+
+    def __call__(self, version: int) -> int:
+        """Returns the bytes copied, on this rank. A failure on any rank is one on all."""
+        return dist.together(lambda: self._send(version))[dist.rank()]
+
+    def _send(self, version: int) -> int:
+        manifest = self.stream.manifest()
+        self.engine.wake("weights")
+        self.engine.begin_update(version, manifest)
+        try:
+            moved = sum(self.engine.put(bucket) for bucket in self.stream.buckets())
+            self.engine.end_update()
+        except BaseException:
+            self.engine.abort_update()
+            raise
+        self.engine.wake("kv")
+        return moved
+
+    def release(self) -> None:
+        """After a step's rollouts: the engine's KV cache, weights of its own and the buffers of the way there are free
+        until the next refit, if so configured."""
+        if self.release_memory:
+            self.engine.sleep()
+            self.stream.free()
 
 
 def refit(policy: Policy, engine: Engine, version: int) -> int:
-    """Make `engine` generate with the policy's present weights. Returns the bytes copied."""
-    moved = 0
-    engine.begin_update(version, policy.manifest())
-    try:
-        for bucket in buckets(policy.weights(), BUCKET_BYTES):
-            moved += engine.put(bucket)
-        engine.end_update()
-    except BaseException:
-        engine.abort_update()
-        raise
-    return moved
-
-
-def buckets(weights: Iterable[tuple[str, Tensor]], size_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in order, in lists of at most `size_bytes` (a larger tensor travels alone)."""
-    bucket: list[tuple[str, Tensor]] = []
-    filled = 0
-    for name, tensor in weights:
-        size = tensor.numel() * tensor.element_size()
-        if bucket and filled + size > size_bytes:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append((name, tensor))
-        filled += size
-    if bucket:
-        yield bucket
+    """One refit with the default settings; returns the bytes copied."""
+    return Refit(policy, engine, GenerationConfig())(version)

@@ -20,6 +20,7 @@ from trainers.dialogues import ENDINGS, Dialogue, Row, read_turns, write_turn
 from trainers.engines import Completion, Engine, Sampling
 from trainers.environments import Environment, RewardError, Sample
 from trainers.prompts import TokenizedPrompt
+from trainers.run import TrainingError
 
 FINISH = ("stop", "length")  # codes of RolloutBatch.finish
 
@@ -185,6 +186,7 @@ def generate(
     samples_per_prompt: int,
     seed: int,
     step: int,
+    weight_version: int | None = None,
     first_sample: int = 0,
     greedy: bool = False,
     environment: Environment | None = None,
@@ -195,6 +197,7 @@ def generate(
     """`samples_per_prompt` responses to each prompt, siblings adjacent, packed.
 
     Args:
+        weight_version: of the weights that have to be the ones that sample, the policy's own; None: any.
         first_sample: the first one's sample_id, on which its seeds depend.
         greedy: take the likeliest token throughout.
         environment: answers each turn if it has a `step`; its observations stand in the rows with mask 0.
@@ -204,6 +207,7 @@ def generate(
 
     Raises:
         RewardError: an answer of the environment that cannot be used; it carries every sample as it was then.
+        TrainingError: a response was sampled by other weights.
     """
     sampling = Sampling.from_config(generation, greedy=greedy)
     dialogues = [Dialogue.of(prompt) for prompt in prompts for _ in range(samples_per_prompt)]
@@ -232,6 +236,12 @@ def generate(
 
     dialogues = [dialogue for part in dist.together(converse) for dialogue in part]
     batch = pack_rows([dialogue.row for dialogue in dialogues])
+    if weight_version is not None and (other := batch.weight_version != weight_version).any():
+        raise TrainingError(
+            f"{int(other.sum())} of {len(batch)} responses were sampled by weights of step "
+            f"{int(batch.weight_version[other].min())}, and the policy's are those of step {weight_version}: the "
+            "generation engine was not refitted"
+        )
     batch.group = torch.arange(len(prompts)).repeat_interleave(samples_per_prompt)
     batch.sample_id = torch.arange(first_sample, first_sample + len(dialogues))
     batch.samples = [dialogue.sample(tokenizer) for dialogue in dialogues]

@@ -25,8 +25,9 @@ from trainers.models import resolve_model
 from trainers.offload import check_device
 from trainers.optim import StepMetrics
 from trainers.policy.hf import HFPolicy
+from trainers.probe import Probe
 from trainers.prompts import PromptLoader, TokenizedPrompt, load_prompts, load_val_prompts, tokenize_prompts
-from trainers.refit import refit
+from trainers.refit import Refit
 from trainers.rollout import RolloutBatch, generate
 from trainers.run import Progress, Run, TrainingError, progress_from, training_record
 from trainers.sampling import of_validation
@@ -63,6 +64,7 @@ class Trainer:
         path = self._make_policy()
         self.engine: Engine = make_engine(self.policy, config, self.dtype)
         self._tokenize(prompts, validation)
+        self.update_engine = Refit(self.policy, self.engine, config.policy.generation)
         self.constant_rewards = rewards.ConstantRewards(config.env.constant_reward_steps)
         self.rewards = rewards.Rewards(self.cfg, config.loss_fn)
         self.kl = rewards.KLController(self.cfg, config.loss_fn)
@@ -111,6 +113,15 @@ class Trainer:
         self.eval_prompts = others or tokenized
         longest = (max(len(prompt.ids) for prompt in part) for part in (tokenized, self.eval_prompts))
         check_model(self.config, self.policy.model.config, *longest)
+        self.probe = Probe(
+            self.policy,
+            self.engine,
+            self.config.policy.generation,
+            tokenized[0].ids,
+            dtype=name_of(self.dtype),
+            max_length=self.config.policy.max_total_sequence_length,
+            timer=self.run.timer,
+        )
         self.dynamic_sampling = DynamicSampling(self.cfg, self.config.name)
         self.loader = PromptLoader(
             tokenized,
@@ -150,7 +161,9 @@ class Trainer:
         """Prompts -> responses -> scores, drawn again by dynamic sampling until enough of them say what is better."""
         self.offload()
         with self.saved_on_failure():
-            return self.dynamic_sampling.collect(lambda draw: self._draw(step, draw))
+            batch = self.dynamic_sampling.collect(lambda draw: self._draw(step, draw))
+            self.update_engine.release()
+            return batch
 
     def offload(self) -> None:
         """What generation does not need leaves the device, if so configured, until it is needed again."""
@@ -175,6 +188,7 @@ class Trainer:
         generation: GenerationConfig | None = None,
         **how: Any,
     ) -> RolloutBatch:
+        self.probe.check()
         return generate(
             self.engine,
             prompts,
@@ -183,6 +197,7 @@ class Trainer:
             samples_per_prompt=samples_per_prompt,
             seed=self.cfg.seed,
             step=step,
+            weight_version=self.progress.step,
             environment=self.environment,
             timeout_s=self.config.env.timeout_s,
             max_turns=self.cfg.max_rollout_turns,
@@ -224,7 +239,9 @@ class Trainer:
 
     def refit(self) -> int:
         with self.run.timer("update_weights"):
-            return refit(self.policy, self.engine, version=self.progress.step)
+            moved = self.update_engine(self.progress.step)
+        self.probe(self.progress.step)
+        return moved
 
     def validate(self, when: str = "now") -> dict[str, float]:
         """Mean score on the validation prompts, sampled with the same seeds every time."""
@@ -264,7 +281,8 @@ class Trainer:
         metrics = (
             rollout_metrics(batch) | update_metrics(policy_steps, value_steps) | progress.metrics(self.loader.epoch)
         )
-        metrics |= {"perf/refit_bytes": float(refit_bytes), "actor/kl_coef": self.kl.coef} | memory_metrics()
+        metrics |= {"perf/refit_bytes": float(refit_bytes), "actor/kl_coef": self.kl.coef} | self.probe.metrics
+        metrics |= memory_metrics()
         due = progress.step in (1, self.cfg.max_num_steps) or progress.step % logger.samples_period == 0
         if due and logger.num_inspected_samples:
             shown = batch.select(range(min(logger.num_inspected_samples, len(batch))))

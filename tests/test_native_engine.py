@@ -1,0 +1,63 @@
+"""What is the embedded engine's own, beside the contract of all engines (test_engine_contract.py)."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import tiny
+from trainers.engines import Sampling, sample
+from trainers.engines.native import NativeEngine, share_parameters
+from trainers.refit import refit
+
+PROMPTS = [[2, 3], [4], [5, 6, 7, 8], [9, 10], [4]]
+SEEDS = [11, 12, 13, 14, 15]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(tiny.tiny_model())
+
+
+def test_rows_do_not_depend_on_the_size_of_a_batch(tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(tiny.tiny_model(), dtype=torch.float32)
+    large, small = (NativeEngine(model, tokenizer, max_batch_size=size) for size in (64, 2))
+    sampling = Sampling(max_new_tokens=8, ignore_eos=True)
+    right = [completion.tokens for completion in large.generate(PROMPTS, sampling, SEEDS)]
+    assert [completion.tokens for completion in small.generate(PROMPTS, sampling, SEEDS)] == right
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.tensor([0.0, math.log(2), -math.inf, math.log(5)]).expand(80_000, 4)
+    chosen, logprobs, _ = sample.draw(logits, (torch.arange(80_000, dtype=torch.float64) + 0.5) / 80_000)
+    assert torch.bincount(chosen, minlength=4).tolist() == [10_000, 20_000, 0, 50_000]
+    assert logprobs[0].item() == pytest.approx(math.log(1 / 8))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_no_token_of_probability_zero_is_ever_sampled(uniform):
+    logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
+    chosen, logprob, _ = sample.draw(logits, torch.tensor([uniform], dtype=torch.float64))
+    assert chosen.item() in (1, 2) and math.isfinite(logprob.item())
+
+
+def test_diverged_weights_are_an_error_not_a_token():
+    with pytest.raises(FloatingPointError, match="not finite"):
+        sample.check_finite(sample.draw(torch.tensor([[0.0, math.nan]]), torch.tensor([0.5]).double())[2])
+
+
+def test_refit_moves_nothing_where_storage_is_shared_and_only_trained_layers_elsewhere(tokenizer):
+    whole = tiny.policy()
+    assert refit(whole, NativeEngine(share_parameters(whole.model, torch.float32), tokenizer), 1) == 0
+    cut = tiny.policy(num_layers_unfrozen=1, dtype=torch.bfloat16)
+    trained = sum(p.numel() for p in cut.model.parameters() if p.requires_grad)
+    engine = NativeEngine(share_parameters(cut.model, torch.bfloat16), tokenizer)
+    for version in (1, 2):  # the half-precision copies are made anew, whatever they held
+        with torch.no_grad():
+            for parameter in cut.model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter))
+        assert refit(cut, engine, version) == 2 * trained
+        fresh = share_parameters(cut.model, torch.bfloat16).state_dict()
+        assert all(torch.equal(fresh[name], tensor) for name, tensor in engine.model.state_dict().items())
