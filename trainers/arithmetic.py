@@ -196,8 +196,10 @@ def unused(config: TrainerConfig) -> Iterator[str]:
     shared, local = (critic is not None and critic.mode == mode for mode in ("shared", "local"))
     by_tokens = config.policy.max_tokens_per_micro_batch is not None
     critic_by_tokens = local and critic.max_tokens_per_micro_batch is not None
+    backend = config.policy.generation.backend
     rules: list[Rule] = [
         *unused_rules(config),
+        (backend != "trtllm", "policy.generation.trtllm_cfg: *", f"policy.generation.backend={backend}"),
         (shared, f"value: {own_model}", "value.mode=shared, a head without model and batch of its own"),
         (by_tokens, "policy: train_micro_batch_size", "policy.max_tokens_per_micro_batch"),
         # A local critic without a budget of its own is scored by policy.logprob_batch_size.
@@ -263,6 +265,7 @@ def needed(config: TrainerConfig) -> Iterator[str]:
     """Options that need another one."""
     logger = config.logger
     yield from needed_rules(config)
+    yield from engine_needs(config)
     if config.env.name == "math" and config.data.prompts is None:
         yield "env.name=math needs data.prompts: tasks whose answers stand under env.params.answer_key [answer]"
     if logger.num_samples_to_print > logger.num_inspected_samples:
@@ -281,12 +284,42 @@ def needed(config: TrainerConfig) -> Iterator[str]:
             )
 
 
+def engine_needs(config: TrainerConfig) -> Iterator[str]:
+    """What an engine beside the trainer needs of the run."""
+    generation = config.policy.generation
+    if generation.backend == "native":
+        return
+    key, ranks = f"policy.generation.{generation.backend}", launched_ranks()
+    if config.cluster.device == "cpu":
+        yield f"policy.generation.backend={generation.backend} needs a GPU, got cluster.device=cpu"
+    span = generation.trtllm_cfg.tensor_parallel_size
+    if ranks % span:
+        yield (
+            f"{key}_cfg.tensor_parallel_size={span} needs a multiple of {span} ranks, one a GPU, started by torchrun; "
+            f"here are {ranks}"
+        )
+    if span > 1 and config.algorithm.max_rollout_turns > 1:
+        yield (
+            f"{key}_cfg.tensor_parallel_size={span}: ranks of one engine generate together, but dialogues of "
+            f"{config.name}.max_rollout_turns={config.algorithm.max_rollout_turns} end at different turns: set it to 1"
+        )
+    limit, longest = generation.trtllm_cfg.max_seq_len, longest_request(config)
+    if limit is not None and limit < longest:
+        yield f"{key}_cfg.max_seq_len={limit} is less than the longest request of this run, {longest} tokens"
+
+
 def longest_sequence(config: TrainerConfig) -> tuple[int, str]:
     """In tokens, and the settings that it follows from."""
     if (limit := config.policy.max_total_sequence_length) is not None:
         return limit, f"policy.max_total_sequence_length={limit}"
     prompt, new = config.data.max_prompt_length, config.policy.generation.max_new_tokens
     return prompt + new, f"data.max_prompt_length={prompt} + policy.generation.max_new_tokens={new} = {prompt + new}"
+
+
+def longest_request(config: TrainerConfig) -> int:
+    """Tokens of prompt and response together that an engine is asked for, in training or validation."""
+    validation = config.data.max_prompt_length + of_validation(config.policy.generation).max_new_tokens
+    return max(longest_sequence(config)[0], validation)
 
 
 def trained_parts(config: TrainerConfig) -> list[tuple[str, Any]]:

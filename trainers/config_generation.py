@@ -1,6 +1,7 @@
 """How responses are sampled, and the engines that do it: the block `policy.generation`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from trainers.config_types import block, opt
 
@@ -25,6 +26,28 @@ class ValSamplingConfig:
 
 
 @dataclass
+class TRTLLMConfig:
+    """backend=trtllm: TensorRT-LLM's PyTorch backend on the trainer's GPUs, in a Ray cluster of its own."""
+
+    tensor_parallel_size: int = opt(1, "GPUs, hence neighbouring ranks of torchrun, that one engine spans", free=True)
+    max_seq_len: int | None = opt(
+        None, "tokens of prompt and response together; default: the longest that this run asks for", free=True
+    )
+    max_num_tokens: int | None = opt(
+        None, "tokens of one forward pass; longer prompts are taken in chunks; default: the library's own", free=True
+    )
+    free_gpu_memory_fraction: float = opt(
+        0.4, "share of the memory that is free beside the weights, for the KV cache", free=True
+    )
+    enable_block_reuse: bool = opt(True, "share the KV cache of equal beginnings of prompts", free=True)
+    kwargs: dict[str, Any] = opt(
+        {},
+        "further arguments of tensorrt_llm.AsyncLLM, by its names; kv_cache_config and cuda_graph_config as mappings",
+        free=True,
+    )
+
+
+@dataclass
 class GenerationConfig:
     """How the policy is sampled. The trainer's log-probs are of this distribution; what it cannot score is refused."""
 
@@ -44,12 +67,16 @@ class GenerationConfig:
     )
     stop_token_ids: list[int] = opt([], "token ids that end a response, beside the tokenizer's end-of-sequence token")
     stop_strings: list[str] = opt([], "texts that end a response; the tokens that spell one are kept and trained")
-    backend: str = opt("native", "what generates; native: the embedded engine", choices=("native",))
+    backend: str = opt(
+        "native",
+        "what generates; native: the embedded engine; trtllm: TensorRT-LLM on the trainer's GPUs",
+        choices=("native", "trtllm"),
+    )
     timeout_s: float | None = opt(
         1800.0, "seconds in which the engine must have answered a batch of prompts, else the run stops; null: no limit",
         free=True,
     )  # fmt: skip
-    max_batch_size: int = opt(64, "sequences decoded together by the embedded engine", free=True)
+    max_batch_size: int = opt(64, "sequences decoded together", free=True)
     kv_cache_gb: float | None = opt(
         None,
         "embedded engine on a GPU: size of its KV cache in GiB; default: what max_batch_size of a step's longest "
@@ -58,7 +85,8 @@ class GenerationConfig:
     )
     dtype: str = opt(
         "auto",
-        "weights of the embedded engine; auto: the policy's compute dtype",
+        "weights of the engine; auto: the policy's compute dtype",
         choices=("auto", "float32", "bfloat16"),
     )
+    trtllm_cfg: TRTLLMConfig = block(TRTLLMConfig)
     val: ValSamplingConfig = block(ValSamplingConfig)

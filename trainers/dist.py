@@ -83,16 +83,16 @@ def imbalance(weights: Tensor) -> float:
     return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
 
 
-def gather(mine: T) -> list[T]:
-    """Every rank's object, on every rank, in the order of ranks."""
+def gather(mine: T, group: Any = None) -> list[T]:
+    """Every rank's object, on every rank, in the order of ranks; of a process group's ranks alone if one is given."""
     if size() == 1:
         return [mine]
-    everyone: list[Any] = [None] * size()
-    torch_dist.all_gather_object(everyone, mine)
+    everyone: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
-def together(compute: Callable[[], T]) -> list[T]:
+def together(compute: Callable[[], T], group: Any = None) -> list[T]:
     """Every rank's result. If `compute` raises on any rank, such an error is raised on all, so that none waits."""
     if size() == 1:
         return [compute()]
@@ -102,7 +102,7 @@ def together(compute: Callable[[], T]) -> list[T]:
         result = compute()
     except Exception as raised:
         error = raised
-    everyone = [pickle.loads(sent) for sent in gather(_pickled(result, error))]
+    everyone = [pickle.loads(sent) for sent in gather(_pickled(result, error), group)]
     if error is not None:
         raise error
     for other, (_, theirs) in enumerate(everyone):

@@ -18,9 +18,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def check_device(config: TrainerConfig, device: torch.device) -> None:
-    """Raises ConfigError, by key, where something is to be moved off a device that is the CPU itself."""
+    """Raises ConfigError, by key, where something is to be moved off a device that is the CPU, or needs a GPU."""
     if device.type != "cpu":
         return
+    if (backend := config.policy.generation.backend) != "native":
+        raise ConfigError(f"policy.generation.backend={backend} needs a GPU, and torch sees none")
     options = {
         "policy.reference=cpu_offload": config.policy.reference == "cpu_offload",
         "policy.offload_optimizer=true": config.policy.offload_optimizer,

@@ -215,6 +215,8 @@ def generate(
         for turn in range(max_turns):
             rows = [dialogues[i] for i in open_ids]
             seeds = [hash64(seed, step, first_sample + i, turn) for i in open_ids]
+            if not rows and not turn:
+                engine.generate([], sampling, [])  # an engine over several ranks waits for each of them
             write_turn(engine, rows, sampling, seeds, tokenizer, max_length)
             if not hasattr(environment, "step") or not rows:
                 break

@@ -60,7 +60,7 @@ class Trainer:
         check_device(config, self.device)
 
         path = self._make_policy()
-        self.engine: Engine = make_engine(self.policy, config.policy.generation, self.dtype)
+        self.engine: Engine = make_engine(self.policy, config, self.dtype)
         self._tokenize(prompts, validation)
         self.constant_rewards = rewards.ConstantRewards(config.env.constant_reward_steps)
         self.rewards = rewards.Rewards(self.cfg, config.loss_fn)

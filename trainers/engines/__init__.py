@@ -87,6 +87,7 @@ class Capabilities:
     raw_logprobs_only: bool = (
         False  # it can give log-probs of the model's own distribution only, not of the sampled one
     )
+    row_seeds: bool = True  # row i's draws are those of seeds[i], whatever is sampled beside it
     can_sleep: bool = True  # sleep() frees memory
     max_len: int | None = None  # tokens of prompt and response together; None: no limit of its own
     devices: tuple[str, ...] = ()  # UUIDs of its GPUs, in its own spelling; empty: none, or none that matter
@@ -102,7 +103,8 @@ class Engine(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
-        """One completion a prompt, in order. Row i depends on its prompt, the weights and seeds[i] alone.
+        """One completion a prompt, in order. Row i depends on its prompt, the weights and seeds[i] alone, unless
+        capabilities().row_seeds is False: then its draws are its own, but not to be had again.
 
         Raises:
             TimeoutError: not done within policy.generation.timeout_s.

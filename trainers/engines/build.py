@@ -2,15 +2,29 @@
 
 import torch
 
-from trainers.config import GenerationConfig
+from trainers.arithmetic import longest_request
+from trainers.config import TrainerConfig
 from trainers.engines import Engine
 from trainers.engines.native import NativeEngine
 from trainers.policy.hf import HFPolicy
 
 
-def make_engine(policy: HFPolicy, cfg: GenerationConfig, compute_dtype: torch.dtype) -> Engine:
+def make_engine(policy: HFPolicy, config: TrainerConfig, compute_dtype: torch.dtype) -> Engine:
     """One engine for this rank, with the policy's tokenizer; the first refit brings its weights."""
+    cfg = config.policy.generation
     dtype = compute_dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+    if cfg.backend == "trtllm":
+        from trainers.engines.trtllm import TRTLLMEngine
+
+        return TRTLLMEngine(
+            policy.path,
+            policy.tokenizer,
+            cfg.trtllm_cfg,
+            max_seq_len=longest_request(config),
+            max_batch_size=cfg.max_batch_size,
+            dtype=dtype,
+            timeout_s=cfg.timeout_s,
+        )
     return NativeEngine(
         policy.engine_model(dtype),
         policy.tokenizer,

@@ -56,6 +56,10 @@ class GuardedEngine:
     def _close(self) -> None: ...
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
+        self._check_request(prompts, sampling, seeds)
+        return self._generate(prompts, sampling, seeds) if prompts else []
+
+    def _check_request(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> None:
         self._check_open("generate")
         if self.pending is not None:
             raise RuntimeError("generate() needs complete weights: an update was begun and not ended")
@@ -74,7 +78,6 @@ class GuardedEngine:
                     f"prompts[{i}]: its {len(prompt)} tokens and max_new_tokens={sampling.max_new_tokens} exceed the "
                     f"{limit} that the engine holds"
                 )
-        return self._generate(prompts, sampling, seeds) if prompts else []
 
     def begin_update(self, version: int, manifest: Manifest) -> None:
         self._check_open("begin_update")
