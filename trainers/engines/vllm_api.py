@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,10 @@ def constructor_arguments(
     arguments: dict[str, Any] = {
         "model": model,
         "load_format": "dummy",
-        # Prompts and responses are token ids. A tokenizer or a generation_config.json would bring stop tokens of its
-        # own, which min_tokens masks even where they are to be ignored.
+        # Prompts and responses are token ids. A tokenizer or the model's generation_config.json (read under "vllm" too)
+        # would bring stop tokens of its own, which min_tokens masks even where they are to be ignored.
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",
+        "generation_config": str(Path(__file__).parent / "no_defaults"),
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": cfg.tensor_parallel_size,
         "gpu_memory_utilization": cfg.gpu_memory_utilization,
