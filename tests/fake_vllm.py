@@ -122,7 +122,7 @@ def initialize_layerwise_reload(model: Model) -> None:
 def finalize_layerwise_reload(*args: Any, **kwargs: Any) -> None:
     model, _config = args
     parameters = dict(model.hf.named_parameters())
-    for name, tensor in model.waiting:
+    for name, tensor in model.waiting or ():
         parameters[name].data.copy_(tensor)
     model.waiting = None
 

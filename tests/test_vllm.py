@@ -268,7 +268,7 @@ def test_an_engine_that_cannot_sleep_keeps_its_weights(make):
 @pytest.mark.parametrize("in_process", [True, False])
 def test_timeout_stops_the_steps_and_leaves_no_request_behind(make, monkeypatch, in_process):
     engine = make(in_process=in_process, timeout_s=0.05)
-    monkeypatch.setattr(LLM, "on_step", lambda: time.sleep(0.02))
+    monkeypatch.setattr(LLM, "on_step", staticmethod(lambda: time.sleep(0.02)))
     with pytest.raises(TimeoutError, match=r"policy.generation.timeout_s=0.05"):
         engine.generate(PROMPTS, replace(FREE, max_new_tokens=200), SEEDS)
     assert LLM.last.llm_engine.steps < 10 and not LLM.last.llm_engine.has_unfinished_requests()
@@ -278,7 +278,7 @@ def test_timeout_stops_the_steps_and_leaves_no_request_behind(make, monkeypatch,
 
 def test_a_step_that_hangs_in_another_process_is_given_up(make, monkeypatch):
     engine = make(in_process=False, timeout_s=0.1)
-    monkeypatch.setattr(LLM, "on_step", lambda: time.sleep(2.5))
+    monkeypatch.setattr(LLM, "on_step", staticmethod(lambda: time.sleep(2.5)))
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="timeout_s=0.1"):
         engine.generate([[4]], FREE, [0])
