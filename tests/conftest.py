@@ -24,3 +24,14 @@ def _seeds() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch sees none")
+
+
+@pytest.fixture
+def other_sign(monkeypatch):
+    """A device beside the CPU, for tests: `to_host` and `to_device` change the sign. Returns the sizes moved out."""
+    from trainers import offload
+
+    moved = []
+    monkeypatch.setattr(offload, "to_host", lambda tensor: moved.append(tensor.numel()) or -tensor)
+    monkeypatch.setattr(offload, "to_device", lambda tensor, device: -tensor)
+    return moved

@@ -157,6 +157,7 @@ class Executor:
         self.generation, self.kv_epoch = 0, 0  # of weights, of the cache's memory
         self.parked: set[str] = set()
         self.open = False  # weights came since the last close
+        self.torn = False  # by an update that was aborted
         self.queued: dict[int, dict[str, list[Any]]] = defaultdict(dict)  # by worker: copies not done yet
         self.staged: dict[str, torch.Tensor] = {}
         self.names: dict[int, set[str]] = defaultdict(set)
@@ -187,7 +188,7 @@ class Executor:
         tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
         if result.unexpected_keys or set(result.missing_keys) - tied:
             raise RuntimeError(f"weights do not fit: {result}")
-        self.staged, self.open, self.generation = {}, False, self.generation + 1
+        self.staged, self.open, self.torn, self.generation = {}, False, False, self.generation + 1
         self.names.clear()
         self.prefixes.clear()
 
@@ -196,7 +197,7 @@ class Executor:
             raise RuntimeError(f"{call} with {self.active} requests in flight")
 
 
-class WorkerExtension:
+class OldWorkerExtension:
     """Mixed into each worker; `engine` is the Executor here, `device_id` the GPU's index."""
 
     engine: Executor
@@ -225,6 +226,14 @@ class WorkerExtension:
             rebuilt[6] = self.device_id
             self.engine.queued[worker][name] = rebuilt
             self.engine.names[worker].add(name)
+
+
+class WorkerExtension(OldWorkerExtension):
+    def abort_update_weights(self, reason: str = "trainer-initiated abort") -> None:
+        """What the update has begun to take apart stays so until a full one."""
+        self.engine.open, self.engine.torn = False, True
+        self.engine.staged, self.engine.queued = {}, defaultdict(dict)
+        self.engine.names.clear()
 
 
 class _Worker:
@@ -410,7 +419,7 @@ class AsyncLLM:
         self._check()
         if self.executor.parked:
             raise RuntimeError(f"generate with released memory: {sorted(self.executor.parked)}")
-        if self.executor.open:
+        if self.executor.open or self.executor.torn:
             raise RuntimeError("generate between weights and the call that closes their update")
         prompt = inputs["prompt_token_ids"]
         assert isinstance(prompt, list) and all(type(i) is int for i in prompt)
@@ -471,7 +480,7 @@ def install(monkeypatch: Any, version: str = NEW, *, gpu: int = 0) -> ModuleType
         "": {"__version__": version, "AsyncLLM": AsyncLLM, "SamplingParams": sampling["SamplingParams"]},
         ".llmapi": {},
         ".llmapi.llm_args": llm_args,
-        ".llmapi.rlhf_utils": {"WorkerExtension": WorkerExtension},
+        ".llmapi.rlhf_utils": {"WorkerExtension": WorkerExtension if new else OldWorkerExtension},
         ".sampling_params": sampling,
         "._torch": {},
         "._torch.utils": {"get_device_uuid": get_device_uuid},

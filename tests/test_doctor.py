@@ -49,6 +49,8 @@ def doctor(capsys: pytest.CaptureFixture, *settings: str, algorithm: str = "ppo"
         ("ppo", "copy", ["policy.generation.dtype=bfloat16", "value.mode=local"]),
         ("ppo", "copy", ["policy.peft.enabled=true", "policy.dtype=bfloat16"]),
         ("ppo", "tool_lookup", ["policy.dtype=bfloat16"]),
+        # The masters move, by less than bfloat16 shows.
+        ("ppo", "copy", ["policy.dtype=bfloat16", "policy.param_dtype=bfloat16", "policy.optimizer.lr=1e-7"]),
         ("reinforce", "copy", ["algorithm.use_dynamic_sampling=true"]),
         ("reinforce", "copy", ["algorithm.adv_estimator.name=remax", "policy.generation.temperature=0.7"]),
         ("ppo", "copy", ["ppo.policy_training_start_step=3", "value.mode=local", "ppo.target_kl=1e-9"]),

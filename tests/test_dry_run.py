@@ -69,6 +69,19 @@ def test_a_frozen_trunk_and_a_critic_of_its_own():
     assert lines[8] == "critic    tiny-llama: LlamaForCausalLM, 76,161 parameters, 37,057 trained"
 
 
+def test_bfloat16_parameters_and_their_masters():
+    models.resolve_model("tiny-llama")
+    half = ["policy.dtype=bfloat16", "policy.param_dtype=bfloat16", "value.mode=local", "value.param_dtype=bfloat16"]
+    lines = lines_of("cluster.device=cpu", *half)
+    # 76,096 x 2, x 4, x 4, x 8 bytes; the reference 76,096 x 2; the engine shares everything.
+    assert lines[7].strip().split(": ")[0] == (
+        "weights 0.152 MB, masters 0.304 MB, gradients 0.304 MB, Adam 0.609 MB, reference 0.152 MB, sampling 0 MB"
+    )
+    # Its language-model head of 16 x 64 is not trained; its scalar head, 65 numbers, is float32:
+    # 76,096 x 2 + 65 x 4, 75,072 x 4, 75,137 x 4, 75,137 x 8.
+    assert lines[9].strip().split(": ")[0] == "weights 0.152 MB, masters 0.3 MB, gradients 0.301 MB, Adam 0.601 MB"
+
+
 @pytest.mark.parametrize("unfrozen", [-1, 1, 2])
 def test_it_counts_what_the_policy_trains(unfrozen):
     from transformers import AutoModelForCausalLM

@@ -84,7 +84,8 @@ def same(a, b):
 def test_a_reference_on_the_cpu_takes_no_memory_and_gives_the_copys_numbers(folder, num_layers_unfrozen):
     start = allocated()
     swapped = policy_of(folder, num_layers_unfrozen=num_layers_unfrozen, reference="cpu_offload")
-    assert allocated() - start < bytes_of(swapped.model.parameters()) + SLACK
+    held = bytes_of(swapped.model.parameters()) + bytes_of(swapped.masters.pairs.values())
+    assert allocated() - start < held + SLACK
     assert all(p.is_pinned() for p in (*swapped.reference.initial, *swapped.reference.waiting))
     copied = policy_of(folder, num_layers_unfrozen=num_layers_unfrozen)
     batch = prepared(copied)
@@ -107,6 +108,28 @@ def test_a_reference_on_the_cpu_takes_no_memory_and_gives_the_copys_numbers(fold
     assert same(snapshot(swapped.model), before)
 
 
+def test_bfloat16_parameters_take_six_bytes_loaded_and_eighteen_in_a_step_and_never_move(folder):
+    start = allocated()
+    torch.cuda.reset_peak_memory_stats()
+    policy = policy_of(folder, reference="cpu_offload")
+    numbers = sum(p.numel() for p in policy.model.parameters())
+    assert policy.param_dtype == torch.bfloat16 and len(policy.masters.pairs) == len(list(policy.model.parameters()))
+    assert torch.cuda.max_memory_allocated() - start < (2 + 4) * numbers + SLACK  # never the float32 model beside them
+    engine = NativeEngine(policy.engine_model(torch.bfloat16), policy.tokenizer)
+    places = {name: p.data_ptr() for name, p in policy.model.named_parameters()}
+    batch = prepared(policy)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        policy.train_step(batch, loss())
+    # Weights, masters, moments, gradients; 50 MB of bfloat16 gradients would be seen.
+    assert torch.cuda.max_memory_allocated() - start < (2 + 4 + 8 + 4) * numbers + 32 * 2**20
+    assert allocated() - start < (2 + 4 + 8) * numbers + SLACK
+    assert refit(policy, engine, 1) == 0
+    for name, parameter in policy.model.named_parameters():
+        assert parameter.data_ptr() == places[name] == engine.parameters[name].data_ptr()
+        assert torch.equal(parameter, policy.masters.of(parameter).to(torch.bfloat16))
+
+
 def test_an_engine_over_swapped_storage_refuses_and_goes_on_afterwards(folder):
     policy = policy_of(folder, torch.float32, reference="cpu_offload")
     engine = NativeEngine(policy.engine_model(torch.float32), policy.tokenizer)
@@ -116,7 +139,7 @@ def test_an_engine_over_swapped_storage_refuses_and_goes_on_afterwards(folder):
     assert engine.generate([[4, 5]], Sampling(4, ignore_eos=True), [0]) == right
 
 
-def test_offloaded_moments_free_eight_bytes_a_parameter_and_come_back_bit_for_bit(folder):
+def test_offloaded_masters_and_moments_free_twelve_bytes_a_parameter_and_come_back_bit_for_bit(folder):
     policy = policy_of(folder, offload_optimizer=True)
     batch, adamw = prepared(policy), policy.optimizers["actor"].adamw
     policy.train_step(batch, loss())
@@ -124,7 +147,8 @@ def test_offloaded_moments_free_eight_bytes_a_parameter_and_come_back_bit_for_bi
     places, held = [p.data_ptr() for p in policy.model.parameters()], allocated()
     policy.offload()
     trained = sum(p.numel() for p in policy.model.parameters())
-    assert abs(held - allocated() - 8 * trained) < SLACK
+    assert abs(held - allocated() - (4 + 8) * trained) < SLACK
+    assert all(master.is_pinned() for master in policy.masters.pairs.values())
     assert all(value.is_pinned() for state in adamw.state.values() for value in state.values())
     policy.optimizers["actor"].step()  # without a gradient AdamW touches nothing: the state has only travelled
     assert abs(held - allocated()) < SLACK

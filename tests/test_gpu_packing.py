@@ -43,7 +43,7 @@ def outcome(policy: HFPolicy, batch: RolloutBatch) -> dict[str, torch.Tensor]:
     old = torch.where(batch.mask, -4.0, 0.0)  # the same whatever was scored, so that gradients compare
     step = count(batch.select(range(len(batch))).update(old_logprobs=old, trunk_hidden=scored["trunk_hidden"]))
     policy.gradients(step, PolicyLoss(tiny.config(loss_fn__type="reinforce").loss_fn, temperature=1.0, norm_length=4))
-    gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.requires_grad}
+    gradients = {name: policy.masters.of(p).grad for name, p in policy.model.named_parameters() if p.requires_grad}
     return {name: scored[name] for name in ("old_logprobs", "ref_logprobs", "entropy", "trunk_hidden")} | gradients
 
 

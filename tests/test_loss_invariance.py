@@ -36,9 +36,11 @@ class Setting:
     aggregation: str = "token_mean"
     critic: str = "shared"  # a head trained with the policy; "local": a critic's own step
     layers: int = -1  # trained ones; fewer than all: over a trunk whose output the batch keeps
+    param_dtype: str = "float32"
 
     def __str__(self) -> str:
-        return "-".join([self.type, self.aggregation, self.critic] + ["trunk"] * (self.layers > 0))
+        more = ["trunk"] * (self.layers > 0) + ["half"] * (self.param_dtype == "bfloat16")
+        return "-".join([self.type, self.aggregation, self.critic, *more])
 
 
 @dataclass(frozen=True)
@@ -86,23 +88,24 @@ def random_head(head: ScalarHead) -> ScalarHead:
 
 
 @functools.cache
-def policy(layers: int, packing: bool) -> HFPolicy:
-    made = tiny.policy(layers, packing=packing)
+def policy(layers: int, packing: bool, param_dtype: str = "float32") -> HFPolicy:
+    made = tiny.policy(layers, getattr(torch, param_dtype), packing=packing, param_dtype=param_dtype)
     made.heads["critic"] = random_head(ScalarHead(64))
     return made
 
 
 @functools.cache
-def critic(layers: int, packing: bool) -> LocalValue:
-    cfg = replace(tiny.config().value, num_layers_unfrozen=layers, packing=packing)
-    made = LocalValue(tiny.tiny_model(), cfg, device=torch.device("cpu"), dtype=torch.float32, score_batch=9)
+def critic(layers: int, packing: bool, param_dtype: str = "float32") -> LocalValue:
+    cfg = replace(tiny.config().value, num_layers_unfrozen=layers, packing=packing, param_dtype=param_dtype)
+    dtype = getattr(torch, param_dtype)
+    made = LocalValue(tiny.tiny_model(), cfg, device=torch.device("cpu"), dtype=dtype, score_batch=9)
     random_head(made.head)
     return made
 
 
 def part_of(setting: Setting, cut: Cut) -> HFPolicy | LocalValue:
     """The policy or the critic that the setting trains, told how to cut."""
-    part = (critic if setting.critic == "local" else policy)(setting.layers, cut.packing)
+    part = (critic if setting.critic == "local" else policy)(setting.layers, cut.packing, setting.param_dtype)
     part.cfg = replace(part.cfg, train_micro_batch_size=cut.rows, max_tokens_per_micro_batch=cut.max_tokens)
     return part
 
@@ -149,9 +152,10 @@ def outcome(setting: Setting, cut: Cut) -> Outcome:
     named = dict(part.model.named_parameters()) | {f"head.{name}": p for name, p in head.named_parameters()}
     whole = count(rollout(setting.layers).select(cut.order))
     sums = dist.sum_metrics(part.gradients(part_of_step(whole, torch.tensor(dist.rows(whole.lengths))), loss))
-    dist.sum_gradients(named.values())
-    gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
-    for parameter in named.values():
+    summed = {name: part.masters.of(p) for name, p in named.items()}
+    dist.sum_gradients(summed.values())
+    gradients = {name: p.grad for name, p in summed.items() if p.grad is not None}
+    for parameter in summed.values():
         parameter.grad = None
     return Outcome(sum(dist.gather(loss.total)), gradients, sums)
 

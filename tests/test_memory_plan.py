@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from tests import tiny
-from trainers.backbone import Padded
+from trainers.backbone import Padded, name_of
 from trainers.config import PeftConfig, PolicyConfig
 from trainers.dry_run import dry_run, on_meta, trained_parameters
 from trainers.losses import PolicyLoss
@@ -56,19 +56,26 @@ def bytes_saved(policy: HFPolicy, rows: int, length: int) -> int:
     return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+    ids=["float32", "mixed", "bfloat16"],
+)
+
+
+@DTYPES
 @pytest.mark.parametrize("unfrozen", [-1, 2])
-def test_what_is_saved_for_backward(folder, unfrozen, dtype):
-    policy = make(folder, unfrozen, dtype)
+def test_what_is_saved_for_backward(folder, unfrozen, dtype, stored):
+    policy = make(folder, unfrozen, dtype, param_dtype=name_of(stored))
     layers = 5 if unfrozen == -1 else unfrozen
     told = Activations.count(
-        policy.model.config, layers=layers, whole=unfrozen == -1, length=64, dtype=dtype, device=CPU
+        policy.model.config, layers=layers, whole=unfrozen == -1, length=64, dtype=dtype, stored=stored, device=CPU
     )
     for rows in (1, 3, 6):
         assert told.bytes(rows) == pytest.approx(bytes_saved(policy, rows, 64), rel=0.05), rows
-    # In half precision autograd keeps a copy of every product's weight, whatever the number of sequences.
+    # Under autocast autograd keeps a copy of every product's weight, whatever the number of sequences.
     matrices = sum(p.numel() for p in policy.backbone.top.layers.parameters() if p.requires_grad and p.ndim == 2)
-    assert told.fixed == pytest.approx(0 if dtype == torch.float32 else 2 * matrices, rel=0.05, abs=40_000)
+    assert told.fixed == pytest.approx(0 if dtype == stored else 2 * matrices, rel=0.05, abs=40_000)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,6 +97,9 @@ def test_gradient_checkpointing_keeps_the_layers_inputs_and_one_layer(folder):
     told = Activations.count(config, layers=5, checkpointing=True, **shape)
     assert told.row == one.row + 5 * 64 * 96 * 4
     assert told.row < Activations.count(config, layers=5, **shape).row / 2
+    half = shape | {"dtype": torch.bfloat16, "stored": torch.bfloat16}
+    one = Activations.count(config, layers=1, **half)
+    assert Activations.count(config, layers=5, checkpointing=True, **half).row == one.row + 5 * 64 * 96 * 2
 
 
 def test_the_cache_of_keys_and_values(folder):
@@ -101,26 +111,32 @@ def test_the_cache_of_keys_and_values(folder):
     assert kv_cache_bytes(model.config, 3, 20, torch.bfloat16) == measured == 38_400
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 @pytest.mark.parametrize("unfrozen", [-1, 2])
-def test_what_is_held_all_along(folder, unfrozen, dtype):
-    policy = make(folder, unfrozen, dtype)
+def test_what_is_held_all_along(folder, unfrozen, dtype, stored):
+    policy = make(folder, unfrozen, dtype, param_dtype=name_of(stored))
     meta = on_meta(str(folder))
     trained = trained_parameters(meta, unfrozen)
-    told = held_bytes(size(trained), size(meta.parameters()) - size(trained), dtype)
+    told = held_bytes(size(trained), size(meta.parameters()) - size(trained), dtype, stored)
     assert told["weights"] == sum(p.nbytes for p in policy.model.parameters())
     own = {p.data_ptr() for p in policy.model.parameters()}
     copies = {p.data_ptr(): p for m in (policy.reference.top, policy.reference.head) for p in m.parameters()}
     copied = sum(p.nbytes for address, p in copies.items() if address not in own)
-    assert reference_bytes(meta, trained, dtype) == copied > 0
+    assert reference_bytes(meta, trained, dtype, stored) == copied > 0
+    masters = policy.masters.pairs.values()
+    assert told.get("masters", 0) == sum(master.nbytes for master in masters)
+    assert len(masters) == (len(trained) if stored == torch.bfloat16 else 0)
 
     minibatch = tiny.rollout()
     minibatch.old_logprobs = torch.zeros_like(minibatch.advantages)
     minibatch.num_tokens, minibatch.num_seqs = int(minibatch.mask.sum()), len(minibatch)
-    policy.train_step(minibatch, PolicyLoss(load_config("ppo_copy").loss_fn, temperature=1.0, norm_length=4))
+    loss = PolicyLoss(load_config("ppo_copy").loss_fn, temperature=1.0, norm_length=4)
+    policy.gradients(minibatch, loss)
+    stepped = policy.optimizers["actor"].parameters
+    assert told["gradients"] == sum(values.grad.nbytes for values in stepped) == 4 * size(trained)
+    policy.train_step(minibatch, loss)
     moments = policy.optimizers["actor"].adamw.state.values()
     assert told["Adam"] == sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in moments)
-    assert told["gradients"] == 4 * size(trained)
 
 
 def test_the_largest_micro_batch():

@@ -28,15 +28,6 @@ from trainers.value.hf import LocalValue
 MOVED = "policy.reference=cpu_offload", "policy.offload_optimizer=true", "value.offload=true"
 
 
-@pytest.fixture
-def other_sign(monkeypatch):
-    """A device beside the CPU, for tests: `to_host` and `to_device` change the sign. Returns the sizes moved out."""
-    moved = []
-    monkeypatch.setattr(offload, "to_host", lambda tensor: moved.append(tensor.numel()) or -tensor)
-    monkeypatch.setattr(offload, "to_device", lambda tensor, device: -tensor)
-    return moved
-
-
 def snapshot(policy):
     return {name: p.detach().clone() for name, p in policy.model.named_parameters()}
 

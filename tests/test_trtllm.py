@@ -24,8 +24,13 @@ from trainers import dist
 from trainers.arithmetic import ConfigError, check, longest_request
 from trainers.config_generation import TRTLLMConfig
 from trainers.engines import Sampling, TensorSpec, trtllm_api
+from trainers.engines.build import make_engine
+from trainers.engines.trtllm import TRTLLMEngine
+from trainers.environments import Prompt
 from trainers.offload import check_device
+from trainers.prompts import TokenizedPrompt
 from trainers.refit import refit
+from trainers.rollout import generate
 
 FREE = Sampling(max_new_tokens=6, ignore_eos=True)
 GPU0, GPU1 = "GPU-00000000", "GPU-00000001"
@@ -144,6 +149,15 @@ def test_stop_token_is_kept_and_said(make):
     assert executor().requests[0][1].stop_token_ids == [1, 6, 7, 8]  # the tokenizer's own end token among them
 
 
+def test_every_end_token_of_the_folder_ends_a_response(make, tmp_path):
+    for file in tiny.tiny_model().iterdir():
+        if file.name.endswith(".json"):
+            (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    make(folder=tmp_path).generate([[4]], Sampling(2), [0])
+    assert executor().requests[0][1].stop_token_ids == [1, 5]
+
+
 def test_a_response_cut_at_the_limit_says_so_and_ignore_eos_goes_on(make):
     for completion in make().generate(PROMPTS, Sampling(12, ignore_eos=True), SEEDS):
         assert completion.finish == "length" and len(completion.tokens) == 12
@@ -151,7 +165,9 @@ def test_a_response_cut_at_the_limit_says_so_and_ignore_eos_goes_on(make):
 
 
 def test_stop_strings_end_a_response_and_stay_in_it(make):
-    for completion in make().generate(PROMPTS, Sampling(60, ignore_eos=True, stop_strings=("w9", "w8", "w7")), SEEDS):
+    for completion in make().generate(
+        PROMPTS[:3], Sampling(60, ignore_eos=True, stop_strings=("w9", "w8", "w7")), SEEDS[:3]
+    ):
         ends = {7, 8, 9}
         assert completion.finish == "stop"
         assert completion.tokens[-1] in ends and not ends & set(completion.tokens[:-1])
@@ -260,13 +276,15 @@ def test_the_manifest_is_checked_against_the_folders_model(make, model):
     engine.generate([[4]], FREE, [0])  # nothing has happened
 
 
-def test_a_half_made_update_poisons_until_a_full_one(make, model):
-    engine = make()
+@pytest.mark.parametrize("version", [NEW, OLD])
+def test_a_half_made_update_poisons_until_a_full_one(make, model, version):
+    engine = make(version=version)
     engine.begin_update(1, manifest(model))
     engine.put([(n, torch.zeros_like(p)) for n, p in list(model.named_parameters())[:3]])
     with pytest.raises(RuntimeError, match="begun and not ended"):
         engine.generate(PROMPTS, FREE, SEEDS)
     engine.abort_update()
+    assert ("abort_update_weights" in executor().calls) == (version == NEW)
     with pytest.raises(RuntimeError, match="begun and not ended"):
         engine.generate(PROMPTS, FREE, SEEDS)
     push(engine, model, 2)
@@ -396,6 +414,9 @@ def test_a_gpu_that_cuda_visible_devices_renames(make, monkeypatch):
     monkeypatch.setattr(trtllm_api, "current_gpu", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert trtllm_api.physical_gpu() == "6"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-4a,GPU-6b")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=GPU-4a,GPU-6b: .* needs numbers"):
+        trtllm_api.physical_gpu()
     monkeypatch.setattr(trtllm_api, "physical_gpu", lambda: "6")
     # A worker on another GPU than the rank's would read no handle: found at the start.
     with pytest.raises(RuntimeError, match=r"workers are on \['GPU-00000006'\], its ranks on \['GPU-00000000'\]"):
@@ -440,11 +461,12 @@ def settings(**overrides):
     [
         ({"trtllm_cfg__max_num_tokens": 8}, "trtllm_cfg.max_num_tokens=8 has no effect with .*backend=native"),
         ({"trtllm_cfg__kwargs": "{a: 1}"}, "trtllm_cfg.kwargs={a: 1} has no effect"),
+        ({"backend": "trtllm", "kv_cache_gb": 2.0}, "kv_cache_gb=2.0 has no effect with .*backend=trtllm"),
         ({"backend": "trtllm", "trtllm_cfg__tensor_parallel_size": 2}, "size=2 needs a multiple of 2 ranks"),
         ({"backend": "trtllm", "trtllm_cfg__max_seq_len": 3}, "max_seq_len=3 is less than the longest request"),
         ({"backend": "trtllm", "trtllm_cfg__free_gpu_memory_fraction": 1.0}, "=1.0: expected a number > 0 and < 1"),
     ],
-    ids=["unused", "unused kwargs", "ranks", "length", "range"],
+    ids=["unused", "unused kwargs", "native's", "ranks", "length", "range"],
 )  # fmt: skip
 def test_settings_that_cannot_be_used(overrides, said):
     with pytest.raises(ConfigError, match=said):
@@ -460,12 +482,34 @@ def test_a_cpu_is_refused_before_a_model_loads():
         check_device(config, torch.device("cpu"))
 
 
+@pytest.mark.skipif(find_spec("tensorrt_llm") is not None, reason="tensorrt_llm is installed")
+def test_a_missing_library_is_refused_before_a_model_loads():
+    with pytest.raises(ImportError, match=r"fastppo\[trtllm\]"):
+        check_device(settings(backend="trtllm"), torch.device("cuda"))
+
+
 def test_the_longest_request_is_of_training_or_validation():
     config = settings(max_new_tokens=16)
     config.data.max_prompt_length = 10
     assert longest_request(config) == 26
     config.policy.generation.val.max_new_tokens = 100
     assert longest_request(config) == 110
+
+
+def test_a_rollout_has_the_trainers_own_logprobs(monkeypatch):
+    fake_trtllm.install(monkeypatch)
+    config = settings(backend="trtllm", dtype="float32", max_new_tokens=8, temperature=0.7)
+    policy = tiny.policy(generation=config.policy.generation)
+    engine = make_engine(policy, config, torch.bfloat16)
+    assert isinstance(engine, TRTLLMEngine) and engine.max_seq_len == longest_request(config)
+    assert executor().arguments["dtype"] == "float32" and executor().arguments["max_batch_size"] == 128
+    refit(policy, engine, 4)
+    prompts = [TokenizedPrompt(i, Prompt(""), (4, 5 + i)) for i in range(3)]
+    batch = generate(engine, prompts, config.policy.generation, policy.tokenizer, samples_per_prompt=2, seed=7, step=4)
+    assert batch.weight_version.tolist() == [4] * 6 and batch.group.tolist() == [0, 0, 1, 1, 2, 2]
+    own = policy.score(batch, {"old_logprobs"})["old_logprobs"]
+    torch.testing.assert_close(batch.rollout_logprobs[batch.mask], own[batch.mask], atol=1e-5, rtol=0)
+    engine.close()
 
 
 # Several ranks
@@ -577,6 +621,8 @@ def test_a_real_installation_has_what_was_read():
     worker = pytest.importorskip("tensorrt_llm.llmapi.rlhf_utils").WorkerExtension
     for name, entry in SIGNATURES["callables"].items():
         owner, method = name.split(".")
+        if method == "abort_update_weights" and not api.can_abort:
+            continue
         real = described(getattr({"AsyncLLM": api.AsyncLLM, "WorkerExtension": worker}[owner], method))
         if method != "generate_async":  # in AsyncLLM a pass-through to LLM's
             assert real[: len(entry["parameters"])] == entry["parameters"], name

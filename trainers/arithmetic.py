@@ -191,7 +191,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
     """
     env, critic = config.env.name, config.critic
     own_model = "num_layers_unfrozen train_global_batch_size train_micro_batch_size model_name "
-    own_model += "gradient_checkpointing offload max_tokens_per_micro_batch packing"
+    own_model += "param_dtype gradient_checkpointing offload max_tokens_per_micro_batch packing"
     peft = config.policy.peft
     shared, local = (critic is not None and critic.mode == mode for mode in ("shared", "local"))
     by_tokens = config.policy.max_tokens_per_micro_batch is not None
@@ -201,6 +201,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
         *unused_rules(config),
         (backend != "trtllm", "policy.generation.trtllm_cfg: *", f"policy.generation.backend={backend}"),
         (backend != "vllm", "policy.generation.vllm_cfg: *", f"policy.generation.backend={backend}"),
+        (backend != "native", "policy.generation: kv_cache_gb", f"policy.generation.backend={backend}"),
         (shared, f"value: {own_model}", "value.mode=shared, a head without model and batch of its own"),
         (by_tokens, "policy: train_micro_batch_size", "policy.max_tokens_per_micro_batch"),
         # A local critic without a budget of its own is scored by policy.logprob_batch_size.
@@ -211,6 +212,11 @@ def unused(config: TrainerConfig) -> Iterator[str]:
             "policy.max_tokens_per_micro_batch and value.max_tokens_per_micro_batch",
         ),
         (critic_by_tokens, "value: train_micro_batch_size", "value.max_tokens_per_micro_batch"),
+        (
+            local and critic.num_layers_unfrozen == 0,
+            "value: param_dtype",
+            "value.num_layers_unfrozen=0, which trains the float32 head alone",
+        ),
         (local, "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
         (
             not peft.enabled,
@@ -218,6 +224,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
             "policy.peft.enabled=false",
         ),
         (peft.enabled, "policy: reference", "policy.peft.enabled=true: the reference is the adapters off"),
+        (peft.enabled, "policy: param_dtype", "policy.peft.enabled=true: adapters are float32"),
         (
             config.algorithm.skip_reference_policy_logprobs_calculation,
             "policy: reference",
@@ -278,6 +285,8 @@ def needed(config: TrainerConfig) -> Iterator[str]:
         yield "data.overlong_prompts=truncate would cut the tokens of data.chat_template=true: use drop or error"
     yield from checkpointing_rules.needed(config)
     for key, part in trained_parts(config):
+        if part.param_dtype == "bfloat16" and config.policy.dtype == "float32":
+            yield f"{key}.param_dtype=bfloat16 needs policy.dtype=bfloat16: parameters are multiplied as stored"
         if part.scheduler.name != "constant" and part.scheduler.decay_steps is None:
             yield (
                 f"{key}.scheduler.name={part.scheduler.name} needs {key}.scheduler.decay_steps, "

@@ -1,9 +1,12 @@
 """A transformers model cut in two: a frozen trunk that runs once per rollout, and the part above it that trains.
 
-Frozen parameters are stored in the compute dtype (trunk, embedding engine and export share them), trained ones in
-float32 under autocast. Rows are right-padded inside this file only: under a causal mask a real token never sees what
-follows it, so padding needs no mask and changes no number. With packing nothing is padded: the sequences lie back to
-back in one row, and an attention of our own keeps them apart.
+Frozen parameters are stored in the compute dtype (trunk, embedded engine and export share them). So are trained ones
+with param_dtype=bfloat16, beside float32 masters (masters.py); no autocast is needed then, for norms, rotary tables and
+value heads compute in float32 by themselves. Otherwise trained parameters are float32 under autocast.
+
+Rows are right-padded inside this file only: under a causal mask a real token never sees what follows it, so padding
+needs no mask and changes no number. With packing nothing is padded: the sequences lie back to back in one row, and an
+attention of our own keeps them apart.
 
 Legend: B sequences, S padded length, T packed tokens, D hidden size.
 """
@@ -24,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
+from trainers.masters import Masters
 from trainers.packed_attention import Sequences, use_packed_attention
 from trainers.rollout import RolloutBatch
 
@@ -40,11 +44,11 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_model(path: Path | str, device: torch.device) -> PreTrainedModel:
-    """A causal language model in float32, or a ValueError that says what `path` was."""
+def load_model(path: Path | str) -> PreTrainedModel:
+    """A causal language model in float32 in the CPU's memory, or a ValueError that says what `path` was."""
     try:
         with quiet():
-            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
+            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     except OSError as error:
         raise ValueError(f"no causal language model could be loaded from {str(path)!r}: {error}") from error
 
@@ -64,9 +68,24 @@ class SplitTransformer(nn.Module):
     With a trunk, the embeddings, the final norm and the output head are frozen as well: a tied head would otherwise
     move the trunk under the reference's feet. What the caller has frozen before (all but LoRA's adapters) stays so.
     With `packing` the model takes `Packed` rows, else `Padded` ones.
+
+    Args:
+        model: float32, as loaded.
+        dtype: products are computed in it, and frozen parameters stored.
+        param_dtype: trained parameters are stored in it: `dtype`, with float32 masters, or float32.
+        device: where the model goes, one parameter after the other in the dtype that it is stored in; None: stays.
     """
 
-    def __init__(self, model: PreTrainedModel, num_layers_unfrozen: int, dtype: torch.dtype, *, packing: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_layers_unfrozen: int,
+        dtype: torch.dtype,
+        *,
+        packing: bool = False,
+        param_dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         self.model, self.dtype, self.packing = model, dtype, packing
         decoder, num_layers = decoder_of(model), model.config.num_hidden_layers
@@ -81,9 +100,19 @@ class SplitTransformer(nn.Module):
             candidates = self.top.layers
         trained = {id(p) for p in candidates.parameters() if p.requires_grad}
         for parameter in model.parameters():
-            if id(parameter) not in trained:
-                parameter.requires_grad_(False)
-                parameter.data = parameter.data.to(dtype)
+            parameter.requires_grad_(id(parameter) in trained)
+        self.masters = Masters()
+        self._store(param_dtype, device or model.device)
+
+    def _store(self, param_dtype: torch.dtype, device: torch.device) -> None:
+        for parameter in self.model.parameters():
+            stored = param_dtype if parameter.requires_grad else self.dtype
+            if parameter.requires_grad and stored != torch.float32:
+                self.masters.store(parameter, device, stored)
+            else:
+                parameter.data = parameter.data.to(device, stored)
+        self.model.to(device)  # buffers
+        self.mixed = any(parameter.dtype != self.dtype for parameter in self.model.parameters())
 
     def view(self, batch: RolloutBatch, device: torch.device) -> "View":
         """The batch as this model takes it."""
@@ -96,11 +125,15 @@ class SplitTransformer(nn.Module):
             return self.trunk(input_ids=ids, use_cache=False, **where).last_hidden_state
 
     def hidden(self, ids: Tensor, trunk_hidden: Tensor | None, top: nn.Module | None = None, **where: Any) -> Tensor:
-        """[B, S, D] final hidden states of the trained part (or of `top`, a copy of it), under autocast."""
+        """[B, S, D] final hidden states of the trained part (or of `top`, a copy of it)."""
         top = top or self.top
         given = {"input_ids": ids} if self.trunk is None else {"inputs_embeds": trunk_hidden}
-        with autocast(self.dtype, ids.device):
+        with self.autocast():
             return top(**given, use_cache=False, **where).last_hidden_state
+
+    def autocast(self) -> torch.autocast:
+        """Products in the compute dtype; nothing to do where everything is stored in it."""
+        return autocast(self.dtype if self.mixed else torch.float32, self.model.device)
 
     def output_layer(self) -> nn.Module:
         head = self.model.get_output_embeddings()
@@ -238,6 +271,22 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
             a @ b
             best[dtype] = min(best[dtype], time.perf_counter() - start)
     return torch.bfloat16 if best[torch.bfloat16] * 1.3 < best[torch.float32] else torch.float32
+
+
+def pick_param_dtype(name: str, dtype: torch.dtype, device: torch.device, key: str) -> torch.dtype:
+    """How trained parameters are stored, as `name`, the setting `key`.param_dtype, has it; `dtype`: the compute dtype.
+
+    Raises:
+        ValueError: neither the compute dtype nor float32.
+    """
+    if name == "auto":
+        return dtype if device.type == "cuda" else torch.float32
+    if name not in (name_of(dtype), "float32"):
+        raise ValueError(
+            f"{key}.param_dtype={name} needs policy.dtype={name}: expected float32 or the compute dtype, which is "
+            f"{name_of(dtype)} here"
+        )
+    return getattr(torch, name)
 
 
 def name_of(dtype: torch.dtype) -> str:

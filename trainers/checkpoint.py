@@ -158,3 +158,9 @@ def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def compute_dtype(folder: Path) -> str:
     """The dtype that the run computes in, whatever "auto" would measure today."""
     return str(json.loads((folder / "training.json").read_text())["compute_dtype"])
+
+
+def param_dtype(folder: Path, part: str) -> str:
+    """How the trained parameters of `part`, policy or value, are stored, whatever "auto" would mean here."""
+    known = json.loads((folder / "training.json").read_text()).get("param_dtypes", {})
+    return str(known.get(part, "float32"))  # before there was a choice

@@ -20,7 +20,7 @@ from trainers.config_types import block, opt
 
 @dataclass
 class OptimizerConfig:
-    """AdamW (torch.optim), float32 master weights and moments."""
+    """AdamW (torch.optim), float32 moments and weights: masters, where parameters are stored in bfloat16."""
 
     lr: float = opt(2e-4, "peak learning rate")
     betas: list[float] = opt([0.9, 0.95], "Adam's decay rates of the first and second moment")
@@ -69,7 +69,13 @@ class PolicyConfig:
     model_name: str = opt("auto", "HF folder or hub id; auto: the environment's own model")
     dtype: str = opt(
         "auto",
-        "compute dtype (autocast); auto: bfloat16 where this device multiplies it faster",
+        "compute dtype; auto: bfloat16 where this device multiplies it faster",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    param_dtype: str = opt(
+        "auto",
+        "how trained parameters are stored: float32, under autocast; or in the compute dtype, shared with the embedded "
+        "engine, beside float32 masters for the optimizer; auto: the compute dtype on a GPU, float32 on a CPU",
         choices=("auto", "float32", "bfloat16"),
     )
     num_layers_unfrozen: int = opt(
@@ -97,7 +103,9 @@ class PolicyConfig:
         free=True,
     )
     offload_optimizer: bool = opt(
-        False, "AdamW's moments wait in the CPU's memory while responses are generated; same numbers", free=True
+        False,
+        "AdamW's moments, and float32 masters, wait in the CPU's memory while responses are generated; same numbers",
+        free=True,
     )
     peft: PeftConfig = block(PeftConfig)
     max_tokens_per_micro_batch: int | None = opt(
@@ -126,6 +134,7 @@ class ValueConfig:
     model_name: str | None = opt(None, "HF folder or hub id of a local critic's backbone; default: the policy's model")
     detach_trunk: bool = opt(True, "shared: train the head alone; false: the value loss reaches the trunk too")
     loss_coef: float = opt(1.0, "weight of the value loss in the joint step of a shared critic")
+    param_dtype: str = opt("auto", "local: policy.param_dtype for the critic", choices=("auto", "float32", "bfloat16"))
     num_layers_unfrozen: int = opt(
         -1, "local: train the top N decoder layers of the critic over a frozen trunk; -1: everything"
     )
@@ -134,7 +143,7 @@ class ValueConfig:
     gradient_checkpointing: bool = opt(False, "local: as policy.gradient_checkpointing", free=True)
     offload: bool = opt(
         False,
-        "local: the critic's weights and moments wait in the CPU's memory while responses are generated; same numbers",
+        "local: the critic and its optimizer's state wait in the CPU's memory during generation; same numbers",
         free=True,
     )
     max_tokens_per_micro_batch: int | None = opt(

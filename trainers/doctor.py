@@ -67,7 +67,7 @@ def examine(trainer: Trainer) -> Iterator[Finding]:
         return
     if equal := not bool(batch.advantages[batch.trained].any()):
         batch.advantages = batch.trained.float()  # the update is to be looked at all the same
-    before = {name: p.detach().to("cpu", copy=True) for name, p in trained_parameters(trainer).items()}
+    before = {name: values.to("cpu", copy=True) for name, values in trainer.policy.trained().items()}
     with trainer.run.timer("update_actor"):
         steps = [
             trainer.policy.train_step(minibatch, trainer.policy_loss)
@@ -163,16 +163,12 @@ def ratio(sums: dict[str, Tensor], limit: float) -> Finding:
     return Finding(mean <= limit, "ratio", f"first update: mean |ratio - 1| {mean:.2g}, at most {most:.2g}")
 
 
-def trained_parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
-    return {name: p for name, p in trainer.policy.model.named_parameters() if p.requires_grad}
-
-
 def moved(before: dict[str, Tensor], trainer: Trainer, steps: list[StepMetrics], equal: bool) -> Finding:
     """`equal`: the rollout's advantages were all 0, and ones were put in their place."""
     if skipped := sum(step.optimizers["actor"]["skipped"] for step in steps):
         return Finding(False, "update", f"no finite gradient in {skipped:.0f} of {len(steps)} optimizer steps")
-    now = trained_parameters(trainer)
-    changes = {name: (now[name].detach().cpu() - old).double() for name, old in before.items()}
+    now = trainer.policy.trained()  # the masters': a step too small for bfloat16 is one all the same
+    changes = {name: (now[name].cpu() - old).double() for name, old in before.items()}
     changed = sum(bool(change.any()) for change in changes.values())
     size = sum(float(old.double().square().sum()) for old in before.values()) ** 0.5
     change = sum(float(each.square().sum()) for each in changes.values()) ** 0.5
@@ -185,7 +181,7 @@ def moved(before: dict[str, Tensor], trainer: Trainer, steps: list[StepMetrics],
 def engine_follows(batch: RolloutBatch, trainer: Trainer) -> Finding:
     """Refit after a change of every trained weight so large that no rounding hides an engine that did not get it."""
     generator = torch.Generator().manual_seed(0)
-    for parameter in trained_parameters(trainer).values():
+    for parameter in (p for p in trainer.policy.model.parameters() if p.requires_grad):
         size = float(parameter.float().square().mean().sqrt())
         noise = torch.randn(parameter.shape, generator=generator) * max(0.5 * size, 0.01)
         parameter += noise.to(parameter.device, parameter.dtype)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainers.arithmetic import ConfigError, check
-from trainers.backbone import is_cut, name_of, pick_device, pick_dtype
+from trainers.arithmetic import ConfigError, check, trained_parts
+from trainers.backbone import is_cut, name_of, pick_device, pick_dtype, pick_param_dtype
 from trainers.batch_plan import counted
 from trainers.config import PolicyConfig, TrainerConfig, ValueConfig
 from trainers.environments import Environment, check_turns, make_environment
@@ -39,6 +39,8 @@ def dry_run(config: TrainerConfig) -> str:
         device = pick_device(config.cluster.device)
         check_device(config, device)
         dtype = pick_dtype(config.policy.dtype, device)
+        parts = trained_parts(config)
+        stored = {key: pick_param_dtype(part.param_dtype, dtype, device, key) for key, part in parts}
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(str(error)) from error
     if prompts is not None and len(prompts) < plan.prompts:
@@ -56,10 +58,12 @@ def dry_run(config: TrainerConfig) -> str:
         f"compute   {device.type}, {name_of(dtype)}; sampling in {name_of(engine_dtype)}",
     ]
     policy_name = environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
-    described = [describe_policy(policy_name, config, environment, dtype, engine_dtype, plan.longest_sequence)]
+    described = [
+        describe_policy(policy_name, config, environment, dtype, stored["policy"], engine_dtype, plan.longest_sequence)
+    ]
     critic = config.critic
     if critic is not None and critic.mode == "local":
-        described.append(describe_critic(critic.model_name or policy_name, critic, dtype))
+        described.append(describe_critic(critic.model_name or policy_name, critic, dtype, stored["value"]))
     models = [model for _, model in described if model is not None]
     lines += [line for text, _ in described for line in text]
     if len(models) == len(described):
@@ -75,6 +79,7 @@ def describe_policy(
     config: TrainerConfig,
     environment: Environment,
     dtype: torch.dtype,
+    stored: torch.dtype,
     engine_dtype: torch.dtype,
     longest: int,
 ) -> tuple[list[str], Trained | None]:
@@ -83,19 +88,20 @@ def describe_policy(
         return [absent("policy", name)], None
     policy = config.policy
     adapters = adapters_in(model, policy) if policy.peft.enabled else None
+    stored = stored if adapters is None else torch.float32
     trained = trained_parameters(model, policy.num_layers_unfrozen)
     total, count = size(model.parameters()), size(trained)
     frozen = total - count
     copied = 0 if engine_dtype == dtype else frozen
     if adapters is not None:
         copied = copied or size(layer.get_base_layer().weight for layer in adapters.adapted.values())
-    elif engine_dtype != torch.float32:
+    elif engine_dtype != stored:
         copied += count
     skipped = config.algorithm.skip_reference_policy_logprobs_calculation
     copied_reference = adapters is None and policy.reference == "auto" and not skipped
     head = model.config.hidden_size + 1 if config.critic is not None and config.critic.mode == "shared" else 0
-    held = held_bytes(count + head, frozen, dtype) | {
-        "reference": reference_bytes(model, trained, dtype) if copied_reference else 0,
+    held = held_bytes(count, frozen, dtype, stored, head=head) | {
+        "reference": reference_bytes(model, trained, dtype, stored) if copied_reference else 0,
         "sampling": engine_dtype.itemsize * copied,
     }
     lines = [
@@ -106,10 +112,12 @@ def describe_policy(
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         lines.append(f"          its context is {positions:,} tokens: sequences of up to {longest:,} would not fit")
-    return lines, planned("policy", model, config.policy, held)
+    return lines, planned("policy", model, config.policy, held, stored)
 
 
-def describe_critic(name: str, critic: ValueConfig, dtype: torch.dtype) -> tuple[list[str], Trained | None]:
+def describe_critic(
+    name: str, critic: ValueConfig, dtype: torch.dtype, stored: torch.dtype
+) -> tuple[list[str], Trained | None]:
     model = on_meta(name)
     if model is None:
         return [absent("critic", name)], None
@@ -118,19 +126,21 @@ def describe_critic(name: str, critic: ValueConfig, dtype: torch.dtype) -> tuple
     unused = [] if tied else list(head.parameters())  # the language-model head is kept but not trained
     trained = trained_parameters(model, critic.num_layers_unfrozen)
     whole = len(trained) == len(list(model.parameters()))
-    count = size(trained) - (size(unused) if whole else 0) + model.config.hidden_size + 1
-    frozen = size(model.parameters()) + model.config.hidden_size + 1 - count
-    held = held_bytes(count, frozen, dtype)
+    count, scalar = size(trained) - (size(unused) if whole else 0), model.config.hidden_size + 1
+    frozen = size(model.parameters()) - count
+    held = held_bytes(count, frozen, dtype, stored, head=scalar)
     lines = [
-        f"critic    {name}: {type(model).__name__}, {count + frozen:,} parameters, {count:,} trained",
+        f"critic    {name}: {type(model).__name__}, {count + scalar + frozen:,} parameters, {count + scalar:,} trained",
         memory(held),
     ]
-    return lines, planned("value", model, critic, held)
+    return lines, planned("value", model, critic, held, stored)
 
 
-def planned(key: str, model: Any, cfg: PolicyConfig | ValueConfig, held: dict[str, int]) -> Trained:
+def planned(
+    key: str, model: Any, cfg: PolicyConfig | ValueConfig, held: dict[str, int], stored: torch.dtype
+) -> Trained:
     layers = cfg.num_layers_unfrozen if is_cut(model, cfg.num_layers_unfrozen) else model.config.num_hidden_layers
-    return Trained(key, model.config, layers, held, cfg)
+    return Trained(key, model.config, layers, held, cfg, stored)
 
 
 def on_meta(name: str) -> Any | None:

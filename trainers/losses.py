@@ -72,12 +72,15 @@ def scored(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
+    weight_grad_into: Tensor | None = None,
 ) -> fastppo.LogprobOutput:
     """`fastppo.linear_logprob`, but the rows `early` [N] bool (on the CPU) are of the distribution without `stop_ids`.
 
     What `min_new_tokens` samples: a bias of -inf deletes a column. Differentiable, and without the logits of all rows.
     """
     options = {"temperature": temperature, "softcap": softcap, "memory": "recompute"}
+    if weight_grad_into is not None:
+        options["weight_grad_into"] = weight_grad_into
     if not stop_ids or not early.any():
         return fastppo.linear_logprob(hidden, weight, targets, bias=bias, **options)
     removed = weight.new_zeros(weight.shape[0]) if bias is None else bias
@@ -96,6 +99,7 @@ class PolicyLoss:
     """`__call__(hidden [N, D], weight [V, D], rows) -> StepLoss`: `fastppo.linear_ppo_loss`, chunk by chunk.
 
     With `min_new_tokens` the log-probs come first, since those of a turn's first tokens are without `stop_ids`.
+    Backward adds the weight's gradient to `weight_grad_into`, float32 [V, D], if that is given, and not to the weight.
     """
 
     def __init__(
@@ -125,13 +129,22 @@ class PolicyLoss:
         low, high = IS_BOUNDS[cfg.type]
         return (low if cfg.min is None else cfg.min, high if cfg.max is None else cfg.max)
 
-    def __call__(self, hidden: Tensor, weight: Tensor, rows: SelectedRows, bias: Tensor | None = None) -> StepLoss:
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: SelectedRows,
+        bias: Tensor | None = None,
+        weight_grad_into: Tensor | None = None,
+    ) -> StepLoss:
         cfg, correction = self.loss_fn, self.loss_fn.importance_sampling
         kl_coef = 0.0 if cfg.use_kl_in_reward else self.kl.coef if self.kl else cfg.reference_policy_kl_penalty
         corrected, nll = correction.type != "none", cfg.positive_example_nll_weight
         old = None if cfg.force_on_policy_ratio else rows.fields["old_logprobs"]
         advantages = rows.fields["advantages"]
         head = {"bias": bias, "temperature": self.temperature, "softcap": self.softcap}
+        if weight_grad_into is not None:
+            head["weight_grad_into"] = weight_grad_into
         options = {
             "loss_type": cfg.type,
             "clip_eps": cfg.ratio_clip_min,
@@ -190,8 +203,15 @@ class JointLoss:
     def __init__(self, policy: PolicyLoss, value: ValueLoss, head: nn.Module, *, coef: float, detach_trunk: bool):
         self.policy, self.value, self.head, self.coef, self.detach_trunk = policy, value, head, coef, detach_trunk
 
-    def __call__(self, hidden: Tensor, weight: Tensor, rows: SelectedRows, bias: Tensor | None = None) -> StepLoss:
-        actor = self.policy(hidden, weight, rows, bias)
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: SelectedRows,
+        bias: Tensor | None = None,
+        weight_grad_into: Tensor | None = None,
+    ) -> StepLoss:
+        actor = self.policy(hidden, weight, rows, bias, weight_grad_into)
         critic = self.value(self.head(hidden.detach() if self.detach_trunk else hidden), rows)
         return StepLoss(actor.loss + self.coef * critic.loss, actor.metrics | critic.metrics)
 

@@ -1,7 +1,8 @@
 """What a run holds in the device's memory, and the largest micro-batch that fits: the second half of --dry-run.
 
-Held all along: weights (float32 where trained, the compute dtype where frozen), gradients, Adam's two moments, the
-reference's copy, and what the embedded engine holds beside the policy's own tensors. To this comes the largest of
+Held all along: weights (frozen ones in the compute dtype, trained ones as param_dtype says, with float32 masters where
+that is bfloat16), float32 gradients, Adam's two moments, the reference's copy, and what the embedded engine holds
+beside the policy's own tensors. To this comes the largest of
 
     generation  KV cache: 2 x layers x KV heads x head size x bytes x max_batch_size x longest sequence; and what the
                 sampler makes of [max_batch_size, V] logits: the logits, 3 float32 copies, float64 sums
@@ -59,17 +60,19 @@ class Activations:
         length: int,
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype = torch.float32,
         peft: PeftConfig | None = None,
         checkpointing: bool = False,
     ) -> "Activations":
         """Of the top `layers` of a model of this transformers config (`whole`: over trained embeddings, not over a
-        frozen trunk), for sequences of `length` tokens.
+        frozen trunk), for sequences of `length` tokens; `stored`: the dtype of trained parameters.
         """
         model = (type(config), config.to_json_string(), None if peft is None else json.dumps(asdict(peft)))
-        few = {n: [_saved_bytes(*model, n, rows, whole, length, dtype, device) for rows in (1, 2)] for n in (1, 2)}
+        where = whole, length, dtype, stored, device
+        few = {n: [_saved_bytes(*model, n, rows, *where) for rows in (1, 2)] for n in (1, 2)}
         rows = {n: (one, two - one) for n, (one, two) in few.items()}  # n layers: (one sequence, each further one)
         if checkpointing:  # every layer's input, and all of the layer that is being computed again
-            inputs = layers * length * config.hidden_size * (4 if whole and peft is None else dtype.itemsize)
+            inputs = layers * length * config.hidden_size * (stored if whole and peft is None else dtype).itemsize
             first, further = (number + inputs for number in rows[1])
         else:
             first, further = (rows[1][i] + (layers - 1) * (rows[2][i] - rows[1][i]) for i in (0, 1))
@@ -86,6 +89,7 @@ def _saved_bytes(
     whole: bool,
     length: int,
     dtype: torch.dtype,
+    stored: torch.dtype,
     device: torch.device,
 ) -> int:
     """`kind`, `text`: the transformers config's class and its JSON; `peft`: that of PeftConfig."""
@@ -107,7 +111,8 @@ def _saved_bytes(
         if peft is not None:
             Adapters(model, PeftConfig(**json.loads(peft)), -1)
     with FakeTensorMode(), torch.device(device):
-        _give_device(model, dtype)
+        _give_device(model, dtype, stored)
+        products = torch.float32 if stored == dtype else dtype  # as SplitTransformer.autocast()
         decoder = decoder_of(model)
         weights = {parameter.untyped_storage()._cdata for parameter in decoder.parameters()}
         if whole:
@@ -116,7 +121,7 @@ def _saved_bytes(
             inputs = {"inputs_embeds": torch.zeros(rows, length, config.hidden_size, dtype=dtype)}
             for parameter in decoder.norm.parameters() if hasattr(decoder, "norm") else ():
                 parameter.requires_grad_(False)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(dtype, device):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(products, device):
             hidden = _unpacked(decoder, inputs)
         assert hidden.requires_grad
     return sum(size for address, (_, size) in saved.items() if address not in weights)
@@ -131,6 +136,7 @@ class Trained:
     layers: int  # trained ones
     held: dict[str, int]  # bytes by use
     cfg: PolicyConfig | ValueConfig
+    stored: torch.dtype  # of trained parameters
 
 
 def plan_lines(
@@ -166,6 +172,7 @@ def plan_lines(
                 length=longest,
                 dtype=dtype,
                 device=device,
+                stored=model.stored,
                 peft=peft if peft and peft.enabled else None,
                 checkpointing=model.cfg.gradient_checkpointing,
             )
@@ -200,15 +207,15 @@ def plan_lines(
     return [*lines, *(f"          {fit}" for fit in fits)]
 
 
-def _give_device(model: nn.Module, dtype: torch.dtype) -> None:
+def _give_device(model: nn.Module, dtype: torch.dtype, stored: torch.dtype) -> None:
     """New tensors on the present device in place of the model's on meta, which autocast would pass over; frozen ones in
-    the compute dtype. A tied one stays one.
+    the compute dtype, trained ones as they are `stored`. A tied one stays one.
     """
     new: dict[int, Tensor] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and id(old) not in new:
-                kept = old.dtype if old.requires_grad else dtype
+                kept = stored if old.requires_grad else dtype
                 new[id(old)] = nn.Parameter(torch.empty(old.shape, dtype=kept), requires_grad=old.requires_grad)
             if old is not None:
                 module._parameters[name] = new[id(old)]
@@ -232,19 +239,28 @@ def in_a_pass(cfg: PolicyConfig | ValueConfig, rows: int, longest: int) -> int:
     return rows if tokens is None else min(max(tokens // longest, 1), cfg.train_global_batch_size)
 
 
-def held_bytes(trained: int, frozen: int, dtype: torch.dtype) -> dict[str, int]:
-    """Of a model's numbers of parameters: what stays on the device all along."""
-    return {"weights": 4 * trained + dtype.itemsize * frozen, "gradients": 4 * trained, "Adam": 8 * trained}
+def held_bytes(
+    trained: int, frozen: int, dtype: torch.dtype, stored: torch.dtype = torch.float32, *, head: int = 0
+) -> dict[str, int]:
+    """Of a model's numbers of parameters: what stays on the device all along. `head`: those of a critic's float32 head.
+
+    Not the bfloat16 gradients, which exist one parameter at a time.
+    """
+    weights = {"weights": stored.itemsize * trained + 4 * head + dtype.itemsize * frozen}
+    masters = {} if stored == torch.float32 else {"masters": 4 * trained}
+    return weights | masters | {"gradients": 4 * (trained + head), "Adam": 8 * (trained + head)}
 
 
-def reference_bytes(model: Any, trained: list[nn.Parameter], dtype: torch.dtype) -> int:
-    """As `trainers.policy.reference.FrozenCopy` stores it: matrices in the compute dtype, all else in float32."""
+def reference_bytes(
+    model: Any, trained: list[nn.Parameter], dtype: torch.dtype, stored: torch.dtype = torch.float32
+) -> int:
+    """As `trainers.policy.reference.FrozenCopy` stores it: matrices in the compute dtype, all else as it is stored."""
     wanted, total = {id(parameter) for parameter in trained}, 0
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if id(parameter) in wanted:
                 wanted.discard(id(parameter))  # a tied head is the embedding
-                total += parameter.numel() * (dtype.itemsize if isinstance(module, nn.Linear) else 4)
+                total += parameter.numel() * (dtype if isinstance(module, nn.Linear) else stored).itemsize
     return total
 
 

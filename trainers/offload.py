@@ -5,6 +5,7 @@ from torch import Tensor
 
 from trainers.arithmetic import ConfigError
 from trainers.config import TrainerConfig
+from trainers.extras import require_installed
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -18,10 +19,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def check_device(config: TrainerConfig, device: torch.device) -> None:
-    """Raises ConfigError, by key, where something is to be moved off a device that is the CPU, or needs a GPU."""
+    """Raises ConfigError, by key, where something is to be moved off a device that is the CPU, or needs a GPU.
+    ImportError where the engine's library is missing."""
+    backend = config.policy.generation.backend
     if device.type != "cpu":
+        if backend == "trtllm":
+            require_installed("tensorrt_llm", extra="trtllm")
         return
-    if (backend := config.policy.generation.backend) != "native":
+    if backend != "native":
         raise ConfigError(f"policy.generation.backend={backend} needs a GPU, and torch sees none")
     options = {
         "policy.reference=cpu_offload": config.policy.reference == "cpu_offload",

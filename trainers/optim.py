@@ -1,4 +1,4 @@
-"""One optimizer step: clip, check, step, schedule. AdamW over float32 parameters."""
+"""One optimizer step: clip, check, step, schedule. AdamW over float32 parameters, or the float32 masters of others."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainers import dist, offload
 from trainers.config import OptimizerConfig, SchedulerConfig
+from trainers.masters import Masters
 
 
 @dataclass
@@ -21,10 +22,22 @@ class StepMetrics:
 
 
 class Optimizer:
-    """AdamW with its learning-rate schedule and its own gradient clipping."""
+    """AdamW with its learning-rate schedule and its own gradient clipping.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer: OptimizerConfig, scheduler: SchedulerConfig):
-        self.parameters = list(parameters)
+    Args:
+        parameters: float32, or with a master among `masters`, which is then what is clipped and stepped.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        optimizer: OptimizerConfig,
+        scheduler: SchedulerConfig,
+        masters: Masters | None = None,
+    ):
+        self.masters = masters or Masters()
+        self.parameters = [self.masters.of(parameter) for parameter in parameters]
+        assert all(parameter.dtype == torch.float32 for parameter in self.parameters)
         self.max_grad_norm = optimizer.max_grad_norm
         self.adamw = torch.optim.AdamW(
             self.parameters,
@@ -46,7 +59,8 @@ class Optimizer:
         return float(nn.utils.clip_grad_norm_(self.parameters, limit))
 
     def offload(self) -> None:
-        """AdamW's state to the CPU's memory, until the next step() needs it."""
+        """AdamW's state to the CPU's memory, until the next step(); the masters until Masters.bring_back() or that."""
+        self.masters.offload()
         if not self.offloaded:
             self._move_state(lambda tensor, _: offload.to_host(tensor))
             self.offloaded = True
@@ -56,16 +70,19 @@ class Optimizer:
             state.update({name: move(value, parameter.device) for name, value in state.items()})
 
     def step(self) -> None:
+        self.masters.bring_back()
         if self.offloaded:
             self._move_state(offload.to_device)
             self.offloaded = False
         self.adamw.step()
+        self.masters.write_back()
         self.schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
         return {"adamw": self.adamw.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.masters.bring_back()
         self.adamw.load_state_dict(state["adamw"])  # to the parameters' device
         self.offloaded = False
         self.schedule.load_state_dict(state["schedule"])

@@ -100,7 +100,12 @@ class PPOTrainer(Trainer):
             return SharedValue(self.policy, cfg)
         own = path if cfg.model_name is None else resolve_model(cfg.model_name)
         return LocalValue(
-            own, cfg, device=self.device, dtype=self.dtype, score_batch=self.config.policy.logprob_batch_size
+            own,
+            cfg,
+            device=self.device,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype("value", cfg.param_dtype),
+            score_batch=self.config.policy.logprob_batch_size,
         )
 
     def _write(self, folder: Path) -> None:

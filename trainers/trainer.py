@@ -10,7 +10,7 @@ import torch
 from trainers import checkpoint, dist, rewards
 from trainers.advantages import needs_greedy
 from trainers.arithmetic import check, check_model
-from trainers.backbone import model_facts, name_of, pick_device, pick_dtype
+from trainers.backbone import model_facts, name_of, pick_device, pick_dtype, pick_param_dtype
 from trainers.batching import policy_minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
 from trainers.config import GenerationConfig, TrainerConfig
@@ -59,6 +59,7 @@ class Trainer:
         self.device = pick_device(config.cluster.device)
         check_device(config, self.device)
 
+        self.param_dtypes: dict[str, str] = {}
         path = self._make_policy()
         self.engine: Engine = make_engine(self.policy, config, self.dtype)
         self._tokenize(prompts, validation)
@@ -74,7 +75,7 @@ class Trainer:
         self.validated_step: int | None = None
         if self.resumed:
             self._resume(self.resumed)
-        facts = {"compute_dtype": name_of(self.dtype), "device": str(self.device)}
+        facts = {"compute_dtype": name_of(self.dtype), "param_dtypes": self.param_dtypes, "device": str(self.device)}
         self.run.open(facts | model_facts(path, self.policy.model))
 
     def _make_policy(self) -> Path | str:
@@ -87,8 +88,18 @@ class Trainer:
         self.dtype = dist.main_does(lambda: pick_dtype(wanted, self.device))
         reference = not self.cfg.skip_reference_policy_logprobs_calculation
         self.logprobs = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
-        self.policy = HFPolicy(path, cfg, device=self.device, dtype=self.dtype, reference=reference)
+        param_dtype = self.param_dtype("policy", cfg.param_dtype)
+        self.policy = HFPolicy(
+            path, cfg, device=self.device, dtype=self.dtype, param_dtype=param_dtype, reference=reference
+        )
         return path
+
+    def param_dtype(self, part: str, wanted: str) -> torch.dtype:
+        """How the trained parameters of `part`, the block of the setting `wanted`, are stored; remembered."""
+        wanted = checkpoint.param_dtype(self.resumed, part) if self.resumed else wanted
+        picked = pick_param_dtype(wanted, self.dtype, self.device, part)
+        self.param_dtypes[part] = name_of(picked)
+        return picked
 
     def _tokenize(self, prompts: Sequence[Prompt], validation: Sequence[Prompt]) -> None:
         """The prompts of training, in a loader, and those of validation: the same where there are no others."""
@@ -287,7 +298,12 @@ class Trainer:
     def _write(self, folder: Path) -> None:
         self.policy.save(folder / "policy")
         save_config(self.config, folder / "config.yaml")
-        training = training_record(self.progress, loader=self.loader.state_dict(), compute_dtype=name_of(self.dtype))
+        training = training_record(
+            self.progress,
+            loader=self.loader.state_dict(),
+            compute_dtype=name_of(self.dtype),
+            param_dtypes=self.param_dtypes,
+        )
         checkpoint.write_state(folder, training, {name: part.state_dict() for name, part in self.stateful.items()})
 
     def _resume(self, folder: Path) -> None:

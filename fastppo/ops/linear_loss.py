@@ -334,7 +334,7 @@ class _LinearLoss(torch.autograd.Function):
             dhidden = scaled(dhidden, upstream, dhidden.dtype, ctx.backend)
             dhidden = Reduction(ctx.vocab, ctx.reduce_dhidden).result(dhidden).to(ctx.dtypes[0]).view(ctx.shape)
         if dweight is not None and ctx.into is not None:
-            ctx.into.add_(dweight.to(torch.float32).mul_(upstream))
+            ctx.into.addcmul_(dweight, upstream)  # no [V, D] temporary on a GPU, whatever dweight's dtype
             dweight = None
         elif dweight is not None:
             dweight = scaled(dweight, upstream, ctx.dtypes[1], ctx.backend)

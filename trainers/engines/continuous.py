@@ -240,6 +240,8 @@ class ContinuousBatching:
             started.append((place, group))
             if not group.waiting:
                 waiting.popleft()
+        if not started:
+            return
         if fresh:
             self._prefill(fresh)
         if sources:

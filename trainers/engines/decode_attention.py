@@ -138,7 +138,8 @@ def decode_attention(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         K=k, G=h // k, GROUP=group, D=d, WIDTH=width, PAGE=page, SHARES=shares,
         SOFTCAP=softcap is not None, WINDOW=window is not None,
-        EXACT="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
+        EXACT="ieee" if query.dtype == torch.float32 else "tf32", num_warps=4,
+        num_stages=2 if width * k_pages.element_size() <= 512 else 1,  # what fits into an SM's shared memory
     )  # fmt: skip
     if shares > 1:
         _combine[(n * h,)](*parts, out, D=d, WIDTH=width, SHARES=shares, num_warps=4)

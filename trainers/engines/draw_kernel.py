@@ -34,7 +34,7 @@ def _sums(logits, tops, sums, places, scale, row_stride, V, C, BLOCK: tl.constex
 
 @triton.jit
 def _pick(
-    logits, tops, sums, places, uniform, chosen, logprobs, finite, scale, row_stride, V, C,
+    logits, tops, sums, places, uniform, chosen, logprobs, finite, uniform_stride, scale, row_stride, V, C,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -49,7 +49,7 @@ def _pick(
         first = tl.min(tl.where(top == highest, c, BLOCKS - 1), 0)
         token = tl.load(places + row * C + first)
     else:
-        target = tl.load(uniform + row).to(tl.float64) * total
+        target = tl.load(uniform + row * uniform_stride).to(tl.float64) * total
         last_block = tl.max(tl.where(weight > 0, c, 0), 0)
         block = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), last_block)
         before = tl.sum(tl.where(c < block, weight, 0.0), 0)
@@ -81,7 +81,7 @@ def draw(
     where = (1 / temperature, logits.stride(0), vocab, blocks)
     _sums[(rows, blocks)](logits, tops, sums, places, *where, BLOCK=BLOCK, num_warps=8)
     _pick[(rows,)](
-        logits, tops, sums, places, uniform, chosen, logprobs, finite, *where,
+        logits, tops, sums, places, uniform, chosen, logprobs, finite, uniform.stride(0), *where,
         BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(blocks), GREEDY=greedy, num_warps=8,
     )  # fmt: skip
     return chosen, logprobs, finite

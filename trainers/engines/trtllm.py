@@ -23,6 +23,7 @@ from trainers.engines.guarded import GuardedEngine, check_manifest
 from trainers.engines.replica import Replica
 
 T = TypeVar("T")
+ABORT_S = 10.0  # it only clears marks; an engine that hangs has used up timeout_s before
 
 
 class TRTLLMEngine(GuardedEngine):
@@ -70,15 +71,19 @@ class TRTLLMEngine(GuardedEngine):
             max_batch_size=max_batch_size,
             dtype=dtype,
         )
-        self.uuid = self.api.get_device_uuid(trtllm_api.current_gpu())
-        mine = (self.uuid, trtllm_api.physical_gpu(), socket.gethostname())
-        uuids, gpus, hosts = zip(*self.replica.together(lambda: mine), strict=True)
+
+        def mine() -> tuple[str, str, str]:
+            uuid = self.api.get_device_uuid(trtllm_api.current_gpu())
+            return uuid, trtllm_api.physical_gpu(), socket.gethostname()
+
+        uuids, gpus, hosts = zip(*self.replica.together(mine), strict=True)
         if len(set(hosts)) > 1 or len(set(uuids)) < len(uuids):
             raise ValueError(
                 f"policy.generation.trtllm_cfg.tensor_parallel_size={len(uuids)} needs as many ranks on GPUs of their "
                 f"own of one host, got {sorted(zip(hosts, uuids, strict=True))}"
             )
         self.devices: tuple[str, ...] = uuids
+        self.uuid = uuids[self.replica.index]
         self.loop: _Loop | None = None
         try:
             self.replica.leader_does(lambda: self._start(arguments, gpus))
@@ -212,7 +217,12 @@ class TRTLLMEngine(GuardedEngine):
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
 
-    # After an abort there is nothing to call: the engine keeps what came, and the next full update writes over it.
+    def _abort_update(self) -> None:
+        """What came stays until the next full update writes over it; but its workers must agree that this one is over.
+        No rank waits here, and nothing is raised: an error is under way already."""
+        if self.replica.leader and self.api.can_abort and self.loop is not None:
+            with contextlib.suppress(Exception):
+                self.loop.run("abort", self.llm.collective_rpc("abort_update_weights"), ABORT_S)
 
     def _sleep(self, parts: set[str], *, keep_weights: bool) -> bool:
         tags = {"kv": [trtllm_api.KV_CACHE], "weights": [t for t in self.api.memory_tags if t != trtllm_api.KV_CACHE]}

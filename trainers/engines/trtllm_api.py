@@ -44,6 +44,7 @@ class Api:
     get_device_uuid: Any  # (device index) -> str
     processed: Any  # the value of SamplingParams.logprobs_mode for the sampled distribution; None: raw log-probs only
     penalties: bool  # the sampler applies repetition_penalty
+    can_abort: bool  # workers have abort_update_weights, which must follow an update that failed on any of them
 
 
 def load_api() -> Api:
@@ -85,6 +86,7 @@ def _parts(package: Any, version: Version) -> Api:
         get_device_uuid=import_module("tensorrt_llm._torch.utils").get_device_uuid,
         processed=sampling.LogprobMode.PROCESSED if has_mode else None,
         penalties=version >= PENALTIES,
+        can_abort=hasattr(import_module("tensorrt_llm.llmapi.rlhf_utils").WorkerExtension, "abort_update_weights"),
     )
 
 
@@ -215,9 +217,12 @@ def current_gpu() -> int:
 
 
 def physical_gpu() -> str:
-    """The current GPU as CUDA_VISIBLE_DEVICES names it."""
+    """The current GPU as CUDA_VISIBLE_DEVICES names it: by number, which is all that the engine's workers read."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[current_gpu()] if visible else str(current_gpu())
+    name = visible.split(",")[current_gpu()].strip() if visible else str(current_gpu())
+    if not name.isdigit():
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={visible}: policy.generation.backend=trtllm needs numbers of GPUs")
+    return name
 
 
 def to_handle(tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:

@@ -18,7 +18,15 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import fastppo
 from trainers import dist
-from trainers.backbone import SplitTransformer, View, autocast, checkpoint_layers, load_model, quiet
+from trainers.backbone import (
+    SplitTransformer,
+    View,
+    checkpoint_layers,
+    load_model,
+    name_of,
+    pick_param_dtype,
+    quiet,
+)
 from trainers.batching import micro_batches, score_parts, split
 from trainers.config import PolicyConfig
 from trainers.engines import Manifest, TensorSpec, stop_ids
@@ -31,15 +39,35 @@ from trainers.rollout import RolloutBatch
 
 
 class HFPolicy:
+    """Args: dtype: of computation; param_dtype: of stored trained parameters, None: what cfg.param_dtype means here."""
+
     def __init__(
-        self, path: Path | str, cfg: PolicyConfig, *, device: torch.device, dtype: torch.dtype, reference: bool = True
+        self,
+        path: Path | str,
+        cfg: PolicyConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        param_dtype: torch.dtype | None = None,
+        reference: bool = True,
     ):
         self.cfg, self.path, self.device, self.dtype = cfg, path, device, dtype
-        model = load_model(path, device)
+        self.param_dtype = param_dtype or pick_param_dtype(cfg.param_dtype, dtype, device, "policy")
+        if cfg.peft.enabled:
+            self.param_dtype = torch.float32  # adapters are small
+        model = load_model(path)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = model
         self.adapters = Adapters(model, cfg.peft, cfg.num_layers_unfrozen) if cfg.peft.enabled else None
-        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype, packing=cfg.packing)
+        self.backbone = SplitTransformer(
+            model,
+            cfg.num_layers_unfrozen,
+            dtype,
+            packing=cfg.packing,
+            param_dtype=self.param_dtype,
+            device=device,
+        )
+        self.masters = self.backbone.masters
         if cfg.gradient_checkpointing:
             checkpoint_layers(model, "policy.gradient_checkpointing")
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
@@ -52,7 +80,7 @@ class HFPolicy:
         if reference:
             self.reference = make_reference(cfg.reference, self.backbone, self.adapters)
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimizers = {"actor": Optimizer(trained, cfg.optimizer, cfg.scheduler)}
+        self.optimizers = {"actor": Optimizer(trained, cfg.optimizer, cfg.scheduler, self.masters)}
         self.heads: dict[str, nn.Module] = {}
 
     def add_head(self, name: str, head: nn.Module, optimizer: Optimizer) -> None:
@@ -96,14 +124,17 @@ class HFPolicy:
 
     def gradients(self, minibatch: RolloutBatch, loss: PolicyLoss | JointLoss) -> dict[str, Tensor]:
         """Add the gradients of this rank's part of an optimizer step to each `grad`; the sums of its metrics."""
+        self.masters.bring_back()
         sums: dict[str, Tensor] = {}
         cfg = self.cfg
         for part in micro_batches(minibatch, cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing):
             view = self.backbone.view(part, self.device)
             hidden = self.backbone.hidden(view.ids, self._trunk(view), **view.where).flatten(0, 1)[view.before]
             rows = SelectedRows.of(part, view.selected, self.device)
-            with autocast(self.dtype, self.device):
-                step = loss(hidden, self.head.weight, rows, getattr(self.head, "bias", None))
+            with self.backbone.autocast():
+                weight, bias = self.head.weight, getattr(self.head, "bias", None)
+                # A master takes the output layer's gradient as it is summed: no [V, D] of it in bfloat16.
+                step = loss(hidden, weight, rows, bias, self.masters.grad(weight))
             step.loss.backward()
             add_metrics(sums, step.metrics)
         return sums
@@ -120,7 +151,7 @@ class HFPolicy:
 
     def _logprobs(self, hidden: Tensor, head: nn.Module, batch: RolloutBatch, view: View) -> fastppo.LogprobOutput:
         generation = self.cfg.generation
-        with autocast(self.dtype, self.device):
+        with self.backbone.autocast():
             return scored(
                 hidden,
                 head.weight,
@@ -142,7 +173,7 @@ class HFPolicy:
         """Some models scale their logits in ways of their own; log-probs here are those of hidden x weight + bias."""
         ids = torch.arange(8).remainder(self.model.config.vocab_size)[None].to(self.device)
         hidden = self.backbone.hidden(ids, None if self.backbone.trunk is None else self.backbone.trunk_hidden(ids))
-        with autocast(self.dtype, self.device):
+        with self.backbone.autocast():
             right = self.model(input_ids=ids, use_cache=False).logits.float()
             ours = self.head(hidden).float()
         if self.softcap is not None:
@@ -175,19 +206,24 @@ class HFPolicy:
                 optimizer.offload()
 
     def save(self, folder: Path) -> None:
-        """An HF folder of the trained model: float32 where trained, the compute dtype where frozen. Or the adapters."""
+        """An HF folder of the trained model, or the adapters.
+
+        Parameters as they are stored, which is what generated: with param_dtype=bfloat16 not the masters, which are in
+        state_dict(). Where dtypes are mixed, readers are told float32, so that no trained bit is lost.
+        """
         self.tokenizer.save_pretrained(folder)
         if self.adapters is not None and self.cfg.peft.export == "adapter":
             self.adapters.save_adapter(folder)
             return
         with quiet():
             (self.adapters or self.model).save_pretrained(folder)
-        # transformers writes the first parameter's dtype, a frozen one's; readers would round the trained ones to it.
+        # transformers writes the first parameter's dtype, maybe a frozen one's; readers would round trained ones to it.
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": name_of(self.param_dtype)}, indent=2) + "\n")
 
-    def _trained(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+    def trained(self) -> dict[str, Tensor]:
+        """The float32 values that the optimizer steps."""
+        return {name: self.masters.of(p).detach() for name, p in self.model.named_parameters() if p.requires_grad}
 
     @functools.cached_property
     def frozen_sha256(self) -> str:
@@ -202,7 +238,8 @@ class HFPolicy:
     def state_dict(self) -> dict[str, Any]:
         return {
             "dtype": str(self.dtype),
-            "trained": self._trained(),
+            "param_dtype": str(self.param_dtype),
+            "trained": self.trained(),
             "frozen_sha256": self.frozen_sha256,
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "heads": {name: head.state_dict() for name, head in self.heads.items()},
@@ -214,7 +251,13 @@ class HFPolicy:
             raise ValueError(
                 f"the checkpoint was trained in {name}, this run computes in {self.dtype}: set policy.dtype={name}"
             )
-        mine = self._trained()
+        if (stored := state.get("param_dtype", "torch.float32")) != str(self.param_dtype):
+            name = stored.removeprefix("torch.")
+            raise ValueError(
+                f"the checkpoint's trained parameters were stored in {name}, this run's are in {self.param_dtype}: set "
+                f"policy.param_dtype={name}"
+            )
+        mine = self.trained()
         for name in sorted(set(mine) ^ set(state["trained"])):
             raise ValueError(f"the checkpoint is not one of {self.path}: they differ in {name!r}")
         for name, parameter in mine.items():
@@ -226,8 +269,9 @@ class HFPolicy:
                 )
         if state["frozen_sha256"] != self.frozen_sha256:
             raise ValueError(f"the checkpoint was trained over another frozen trunk than that of {self.path}")
-        for name, parameter in mine.items():
-            parameter.copy_(state["trained"][name])
+        for name, parameter in self.model.named_parameters():
+            if name in mine:
+                self.masters.load(parameter, state["trained"][name])
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
         for name, head in self.heads.items():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainers import dist, offload
-from trainers.backbone import SplitTransformer, View, checkpoint_layers, load_model
+from trainers.backbone import SplitTransformer, View, checkpoint_layers, load_model, pick_param_dtype
 from trainers.batching import micro_batches, minibatches, score_parts, split
 from trainers.config import ValueConfig
 from trainers.losses import SelectedRows, ValueLoss
@@ -19,22 +19,35 @@ from trainers.value import ScalarHead
 
 
 class LocalValue:
+    """Args: as of `HFPolicy`; score_batch: sequences of a pass that infers."""
+
     wants: set[str] = set()
 
     def __init__(
-        self, path: Path | str, cfg: ValueConfig, *, device: torch.device, dtype: torch.dtype, score_batch: int
+        self,
+        path: Path | str,
+        cfg: ValueConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        param_dtype: torch.dtype | None = None,
+        score_batch: int,
     ):
         self.cfg, self.path, self.device, self.score_batch = cfg, path, device, score_batch
-        model = load_model(path, device)
+        param_dtype = param_dtype or pick_param_dtype(cfg.param_dtype, dtype, device, "value")
+        model = load_model(path)
         head = model.get_output_embeddings()
         if head is not None and head.weight is not model.get_input_embeddings().weight:
             head.requires_grad_(False)  # a critic has no use for the language-model head
         self.model = model
-        self.backbone = SplitTransformer(model, cfg.num_layers_unfrozen, dtype, packing=cfg.packing)
+        self.backbone = SplitTransformer(
+            model, cfg.num_layers_unfrozen, dtype, packing=cfg.packing, param_dtype=param_dtype, device=device
+        )
+        self.masters = self.backbone.masters
         if cfg.gradient_checkpointing:
             checkpoint_layers(model, "value.gradient_checkpointing")
         self.head = ScalarHead(model.config.hidden_size).to(device)
-        self.optimizer = Optimizer([p for _, p in self._trained()], cfg.optimizer, cfg.scheduler)
+        self.optimizer = Optimizer([p for _, p in self._trained()], cfg.optimizer, cfg.scheduler, self.masters)
         self.offloaded = False
 
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -48,7 +61,7 @@ class LocalValue:
             self.offloaded = True
 
     def _bring_back(self) -> None:
-        """The weights; the optimizer brings its own state back when it steps."""
+        """The weights; masters come back for gradients, the optimizer's own state for its step."""
         if self.offloaded:
             self._move(lambda tensor: offload.to_device(tensor, self.device))
             self.offloaded = False
@@ -79,6 +92,7 @@ class LocalValue:
     def gradients(self, minibatch: RolloutBatch, loss: ValueLoss) -> dict[str, Tensor]:
         """Add the gradients of this rank's part of an optimizer step to each `grad`; the sums of its metrics."""
         self._bring_back()
+        self.masters.bring_back()
         sums: dict[str, Tensor] = {}
         cfg = self.cfg
         for part in micro_batches(minibatch, cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing):
@@ -95,8 +109,10 @@ class LocalValue:
         return self.backbone.hidden(view.ids, trunk, **view.where).flatten(0, 1)
 
     def save(self, folder: Path) -> None:
+        """The values that the optimizer steps, float32."""
         folder.mkdir()
-        save_file({name: p.detach().cpu().contiguous() for name, p in self._trained()}, folder / "critic.safetensors")
+        tensors = {name: self.masters.of(p).detach().cpu().contiguous() for name, p in self._trained()}
+        save_file(tensors, folder / "critic.safetensors")
 
     def load(self, folder: Path) -> None:
         tensors = load_file(folder / "critic.safetensors")
@@ -104,7 +120,7 @@ class LocalValue:
         if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in mine.items()}:
             raise ValueError(f"{folder} is not a checkpoint of the critic {self.path}: names or shapes differ")
         for name, parameter in mine.items():
-            parameter.data.copy_(tensors[name])
+            self.masters.load(parameter, tensors[name])
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.state_dict()}
