@@ -7,6 +7,7 @@ gathers their handles and posts one payload; the engine slices. What the version
 
 import asyncio
 import concurrent.futures
+import contextlib
 import socket
 import threading
 from collections.abc import Coroutine, Sequence

@@ -25,6 +25,7 @@ from trainers.engines.guarded import Deadline, GuardedEngine, check_manifest
 from trainers.engines.replica import Replica
 
 T = TypeVar("T")
+STEPS_BETWEEN_LOOKS = 16  # of ranks that have to meet for one
 TAGS = {"weights": "weights", "kv": "kv_cache"}
 
 
@@ -116,14 +117,16 @@ class VLLMEngine(GuardedEngine):
         return [self._completion(output.outputs[0], sampling, stops) for output in outputs]
 
     def _answers(self, requests: list[dict[str, Any]], params: list[Any], deadline: Deadline) -> list[Any]:
-        """vLLM's own loop, with a look at the clock after every step. Ranks of a replica look together: one that
-        stopped stepping alone would leave the others waiting."""
-        engine, done = self.llm.llm_engine, []
+        """vLLM's own loop, with a look at the clock. Ranks of a replica look together, and not after every step: one
+        that stopped stepping alone would leave the others waiting."""
+        engine, done, steps = self.llm.llm_engine, [], 0
         ids = self.llm.enqueue(requests, params, use_tqdm=False)
         try:
             while engine.has_unfinished_requests():
                 done += [output for output in engine.step() if output.finished]
-                self.replica.together(deadline.check)
+                if self.replica.size == 1 or steps % STEPS_BETWEEN_LOOKS == 0:
+                    self.replica.together(deadline.check)
+                steps += 1
         except BaseException:
             engine.abort_request(ids, internal=True)
             raise
