@@ -200,6 +200,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
     rules: list[Rule] = [
         *unused_rules(config),
         (backend != "trtllm", "policy.generation.trtllm_cfg: *", f"policy.generation.backend={backend}"),
+        (backend != "vllm", "policy.generation.vllm_cfg: *", f"policy.generation.backend={backend}"),
         (backend != "native", "policy.generation: kv_cache_gb", f"policy.generation.backend={backend}"),
         (shared, f"value: {own_model}", "value.mode=shared, a head without model and batch of its own"),
         (by_tokens, "policy: train_micro_batch_size", "policy.max_tokens_per_micro_batch"),
@@ -306,7 +307,8 @@ def engine_needs(config: TrainerConfig) -> Iterator[str]:
     key, ranks = f"policy.generation.{generation.backend}", launched_ranks()
     if config.cluster.device == "cpu":
         yield f"policy.generation.backend={generation.backend} needs a GPU, got cluster.device=cpu"
-    span = generation.trtllm_cfg.tensor_parallel_size
+    trtllm, vllm = generation.trtllm_cfg, generation.vllm_cfg
+    span = (trtllm if generation.backend == "trtllm" else vllm).tensor_parallel_size
     if ranks % span:
         yield (
             f"{key}_cfg.tensor_parallel_size={span} needs a multiple of {span} ranks, one a GPU, started by torchrun; "
@@ -317,9 +319,19 @@ def engine_needs(config: TrainerConfig) -> Iterator[str]:
             f"{key}_cfg.tensor_parallel_size={span}: ranks of one engine generate together, but dialogues of "
             f"{config.name}.max_rollout_turns={config.algorithm.max_rollout_turns} end at different turns: set it to 1"
         )
-    limit, longest = generation.trtllm_cfg.max_seq_len, longest_request(config)
+    limits = {"trtllm": ("max_seq_len", trtllm.max_seq_len), "vllm": ("max_model_len", vllm.max_model_len)}
+    (name, limit), longest = limits[generation.backend], longest_request(config)
     if limit is not None and limit < longest:
-        yield f"{key}_cfg.max_seq_len={limit} is less than the longest request of this run, {longest} tokens"
+        yield f"{key}_cfg.{name}={limit} is less than the longest request of this run, {longest} tokens"
+    if generation.backend == "vllm":
+        if not vllm.in_process and ranks > 1:
+            yield f"{key}_cfg.in_process=false needs one rank, here are {ranks}"
+        validation = of_validation(generation)
+        if validation.greedy and (validation.temperature, validation.top_p, validation.top_k) != (1, 1, None):
+            yield (
+                "policy.generation.backend=vllm gives greedy responses log-probs at temperature 1, of all tokens: set "
+                "policy.generation.val.temperature=1, policy.generation.val.top_p=1 and no top_k beside greedy"
+            )
 
 
 def longest_sequence(config: TrainerConfig) -> tuple[int, str]:

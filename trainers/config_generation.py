@@ -48,6 +48,26 @@ class TRTLLMConfig:
 
 
 @dataclass
+class VLLMConfig:
+    """backend=vllm: vLLM on the trainer's GPUs."""
+
+    tensor_parallel_size: int = opt(1, "GPUs, hence neighbouring ranks of torchrun, that one engine spans", free=True)
+    gpu_memory_utilization: float = opt(
+        0.4, "share of the GPU's memory for weights, activations and KV cache of the engine", free=True
+    )
+    max_model_len: int | None = opt(
+        None, "tokens of prompt and response together; default: the longest that this run asks for", free=True
+    )
+    enforce_eager: bool = opt(False, "no torch.compile and no CUDA graphs: a quicker start, slower decoding", free=True)
+    enable_prefix_caching: bool = opt(True, "share the KV cache of equal beginnings of prompts", free=True)
+    in_process: bool = opt(
+        True, "run in the trainer's process, so that weights need no handles; false: in one of its own (one rank)",
+        free=True,
+    )  # fmt: skip
+    vllm_kwargs: dict[str, Any] = opt({}, "further arguments of vllm.LLM, by its names", free=True)
+
+
+@dataclass
 class GenerationConfig:
     """How the policy is sampled. The trainer's log-probs are of this distribution; what it cannot score is refused."""
 
@@ -69,8 +89,8 @@ class GenerationConfig:
     stop_strings: list[str] = opt([], "texts that end a response; the tokens that spell one are kept and trained")
     backend: str = opt(
         "native",
-        "what generates; native: the embedded engine; trtllm: TensorRT-LLM on the trainer's GPUs",
-        choices=("native", "trtllm"),
+        "what generates; native: the embedded engine; trtllm: TensorRT-LLM, vllm: vLLM, on the trainer's GPUs",
+        choices=("native", "trtllm", "vllm"),
     )
     timeout_s: float | None = opt(
         1800.0, "seconds in which the engine must have answered a batch of prompts, else the run stops; null: no limit",
@@ -107,4 +127,5 @@ class GenerationConfig:
         choices=("auto", "float32", "bfloat16"),
     )
     trtllm_cfg: TRTLLMConfig = block(TRTLLMConfig)
+    vllm_cfg: VLLMConfig = block(VLLMConfig)
     val: ValSamplingConfig = block(ValSamplingConfig)

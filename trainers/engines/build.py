@@ -25,6 +25,18 @@ def make_engine(policy: HFPolicy, config: TrainerConfig, compute_dtype: torch.dt
             dtype=dtype,
             timeout_s=cfg.timeout_s,
         )
+    if cfg.backend == "vllm":
+        from trainers.engines.vllm import VLLMEngine
+
+        return VLLMEngine(
+            policy.path,
+            policy.tokenizer,
+            cfg.vllm_cfg,
+            max_model_len=longest_request(config),
+            max_batch_size=cfg.max_batch_size,
+            dtype=dtype,
+            timeout_s=cfg.timeout_s,
+        )
     return NativeEngine(
         policy.engine_model(dtype),
         policy.tokenizer,

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from trainers.config_generation import TRTLLMConfig
 from trainers.engines import Capabilities, Completion, Manifest, Sampling, stop_ids, trtllm_api
+from trainers.engines.answers import end_of, on_meta
 from trainers.engines.guarded import GuardedEngine, check_manifest
 from trainers.engines.replica import Replica
 
@@ -61,7 +61,7 @@ class TRTLLMEngine(GuardedEngine):
         self.max_seq_len = cfg.max_seq_len or max_seq_len
         self.unusable = "none were sent yet"  # they are random until then
         self.parked: dict[str, list[str]] = {}  # part -> tags that were released for it
-        self.model = _on_meta(folder)
+        self.model = on_meta(folder)
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self.replica = Replica(cfg.tensor_parallel_size, timeout_s=timeout_s)
         arguments = trtllm_api.constructor_arguments(
@@ -171,7 +171,7 @@ class TRTLLMEngine(GuardedEngine):
                 f"TensorRT-LLM {self.api.version} answered {len(tokens)} tokens with "
                 f"{'no' if given is None else len(given)} log-probs (finish_reason={output.finish_reason})"
             )
-        end = self._end(tokens, sampling, stops)
+        end = end_of(tokens, sampling, stops, self.tokenizer)
         if end is not None:
             tokens = tokens[:end]
         elif len(tokens) != sampling.max_new_tokens:
@@ -186,17 +186,6 @@ class TRTLLMEngine(GuardedEngine):
             )
         logprobs = [_logprob(entry, token) for entry, token in zip(given, tokens, strict=False)]
         return Completion(tokens, logprobs, "length" if end is None else "stop", self.version)
-
-    def _end(self, tokens: list[int], sampling: Sampling, stops: Sequence[int]) -> int | None:
-        """Tokens up to the first that ends the response, itself included; None if none does."""
-        for count, token in enumerate(tokens, 1):
-            if token in stops:
-                return count
-            if sampling.stop_strings and count >= max(sampling.min_new_tokens, 1):
-                text = self.tokenizer.decode(tokens[:count])
-                if any(stop in text for stop in sampling.stop_strings):
-                    return count
-        return None
 
     def _begin_update(self, manifest: Manifest) -> None:
         check_manifest(manifest, self.shapes)
@@ -318,12 +307,3 @@ class _Loop:
 def _logprob(entry: Any, token: int) -> float:
     """Of the sampled token: a mapping may hold others beside it, and some versions give the number alone."""
     return float(entry[token].logprob) if hasattr(entry, "keys") else float(entry)
-
-
-def _on_meta(folder: Path | str) -> Any:
-    """The model's names and shapes, end tokens and vocabulary, without its weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    with contextlib.suppress(OSError):  # without a file of its own what the configuration says stays
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
