@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from models import prompt_ids, text_of
 from step import KL_COEF, LEARNING_RATE, SEED, Clock, Work, clear, dtypes, even_words
 
-from trainers.config import CONFIGS, GenerationConfig, TrainerConfig
+from trainers.config import CONFIGS, TrainerConfig
 from trainers.environments import Prompt, Sample
 from trainers.ppo import PPOTrainer
 from trainers.reinforce import ReinforceTrainer
@@ -68,6 +67,7 @@ def settings(work: Work, model: Path, folder: Path, cuda: bool) -> list[str]:
         "policy.generation.max_new_tokens": work.response_tokens,
         "policy.generation.ignore_eos": True,
         "policy.generation.max_batch_size": work.sequences,
+        "policy.generation.release_memory": cuda,  # TRL's generate() has no cache of its own either while it trains
         "loss_fn.reference_policy_kl_penalty": KL_COEF,
         "data.prompts": source,
         "data.max_prompt_length": work.prompt_tokens,
@@ -83,8 +83,6 @@ def settings(work: Work, model: Path, folder: Path, cuda: bool) -> list[str]:
         "logger.num_inspected_samples": 0,
         "checkpointing.enabled": False,
     }
-    if any(field.name == "release_memory" for field in fields(GenerationConfig)):
-        keys["policy.generation.release_memory"] = True
     if work.algorithm == "ppo":
         device = "cuda" if cuda else "cpu"
         keys |= {

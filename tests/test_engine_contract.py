@@ -15,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
+from tests.fake_trtllm import make_trtllm_engine
+from tests.fake_vllm import make_vllm_engine
 from trainers.engines import Engine, Sampling, TensorSpec
 from trainers.engines.native import NativeEngine
 from trainers.refit import refit
@@ -35,7 +37,17 @@ def make_native(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> 
     return NativeEngine(copy.deepcopy(model), tokenizer)
 
 
-ENGINES = {"native": Maker(make_native, loses_weights=False)}
+def make_continuous(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """As on a GPU, but for its graphs."""
+    return NativeEngine(copy.deepcopy(model), tokenizer, continuous=True, max_batch_size=3)
+
+
+ENGINES = {
+    "native": Maker(make_native, loses_weights=False),
+    "native-continuous": Maker(make_continuous, loses_weights=False),
+    "trtllm": Maker(make_trtllm_engine),
+    "vllm": Maker(make_vllm_engine),
+}
 ON_GPU = {"native-cuda": Maker(make_native, device="cuda", loses_weights=False)}
 
 

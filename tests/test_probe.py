@@ -205,8 +205,9 @@ def test_when_the_probe_is_made():
 
 
 def made_by(kind):
-    def make(policy, cfg, dtype):
-        return kind(copy.deepcopy(policy.model).to(dtype), policy.tokenizer, max_batch_size=cfg.max_batch_size)
+    def make(policy, config, dtype):
+        size = config.policy.generation.max_batch_size
+        return kind(copy.deepcopy(policy.model).to(dtype), policy.tokenizer, max_batch_size=size)
 
     return make
 

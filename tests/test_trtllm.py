@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import fake_trtllm, tiny
 from tests.fake_trtllm import NEW, OLD, AsyncLLM, Logprob, executor, make_trtllm_engine, push
-from tests.test_engines import PROMPTS, SEEDS, scored
+from tests.test_engine_contract import PROMPTS, SEEDS
 from trainers import dist
 from trainers.arithmetic import ConfigError, check, longest_request
 from trainers.config_generation import TRTLLMConfig
@@ -34,6 +34,14 @@ from trainers.rollout import generate
 
 FREE = Sampling(max_new_tokens=6, ignore_eos=True)
 GPU0, GPU1 = "GPU-00000000", "GPU-00000001"
+
+
+def scored(model, prompt: list[int], response: list[int], temperature: float = 1.0) -> list[float]:
+    """Log-probs of a response by one plain forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0] / temperature
+    logprobs = torch.log_softmax(logits.double(), -1)
+    return [float(logprobs[len(prompt) - 1 + i, token]) for i, token in enumerate(response)]
 
 
 @pytest.fixture(scope="module")

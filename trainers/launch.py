@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import traceback
+from contextlib import closing
 from importlib import import_module
 from typing import Any
 
@@ -50,6 +51,8 @@ def launch(algorithm: str, trainer: str, description: str, argv: list[str] | Non
     except TrainingError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
+    finally:
+        built.close()
     dist.stop()  # after a failure the other ranks may still wait: torchrun ends them
     return 0
 
@@ -90,9 +93,10 @@ def diagnose(algorithm: str, trainer: str, config: Any, prog: str) -> int:
         from trainers.run import TrainingError
 
         try:
-            for finding in examine(built):
-                print(finding, flush=True)
-                bad += not finding.ok
+            with closing(built):
+                for finding in examine(built):
+                    print(finding, flush=True)
+                    bad += not finding.ok
         except (RewardError, TrainingError) as error:
             if isinstance(error, RewardError) and error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)

@@ -157,6 +157,10 @@ class Trainer:
             self.logger = log
             yield
 
+    def close(self) -> None:
+        """End the generation engine, and the processes that it may have: nothing can be sampled any more."""
+        self.engine.close()
+
     def generate_rollouts(self, step: int) -> RolloutBatch:
         """Prompts -> responses -> scores, drawn again by dynamic sampling until enough of them say what is better."""
         self.offload()
