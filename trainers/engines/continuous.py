@@ -86,6 +86,10 @@ class ContinuousBatching:
         self.pages: Pages | None = None
         self.state: State | None = None
         self.graphs: dict[tuple[int, tuple[int, ...], Sampling], tuple[Callable[[], None], Tensor]] = {}
+        if self.device.type == "cuda":
+            from trainers.fused_layers import fuse_layers  # triton comes with torch for GPUs alone
+
+            fuse_layers(model)
         self._check_model()
 
     @torch.inference_mode()
@@ -96,10 +100,6 @@ class ContinuousBatching:
         before = self.model.config._attn_implementation
         alone = [self.model(input_ids=x[None], use_cache=False).logits[0, -2:] for x in ids]
         use_paged_attention(self.model)
-        if self.device.type == "cuda":
-            from trainers.fused_layers import fuse_layers  # triton comes with torch for GPUs alone
-
-            fuse_layers(self.model)
         try:
             self.pages = Pages(sum(pages), **self.layout, dtype=self.dtype, device=self.device)
             groups = [
