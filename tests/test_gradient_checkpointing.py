@@ -44,8 +44,22 @@ def step(monkeypatch, model, train_step):
 
     monkeypatch.setattr(trainers.policy.hf, "step_all", record)
     monkeypatch.setattr(trainers.value.hf, "step_all", record)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+    backward, forward = torch.Tensor.backward, [True]
+
+    def not_forward(self, *args, **kwargs):
+        forward[0] = False
+        backward(self, *args, **kwargs)
+        forward[0] = True
+
+    def keep(tensor):
+        if forward[0]:  # what a layer that is computed again saves is gone before the next one's
+            kept.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "backward", not_forward)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         train_step()
+    monkeypatch.undo()
     return seen, len(kept), sum(kept)
 
 

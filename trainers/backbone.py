@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
@@ -188,11 +187,38 @@ def checkpoint_layers(model: PreTrainedModel, key: str) -> None:
         layer.forward = functools.partial(_checkpointed, layer.forward)
 
 
-def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    # In eval mode no layer draws random numbers, so there is no generator to rewind.
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return forward(hidden, *args, **kwargs)
+    # A layer whose input needs no gradient, over a frozen part, has parameters that do.
+    anchor = torch.empty(0, requires_grad=True)
+    return _Checkpoint.apply(anchor, hidden, functools.partial(_on, forward, args, kwargs))
+
+
+def _on(forward: Callable[..., Any], args: Any, kwargs: Any, hidden: Tensor) -> Any:
+    return forward(hidden, *args, **kwargs)
+
+
+class _Checkpoint(torch.autograd.Function):
+    """torch's own, `use_reentrant=False`, hooks every tensor that a layer saves: of a small layer on a GPU that takes
+    the host longer than the layer takes the device. Nothing here needs what it can do: only the hidden states have a
+    history, no layer draws random numbers in eval mode, and each backward is made once."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, run: Callable[[Tensor], Any]) -> Any:
+        ctx.run, ctx.device = run, hidden.device.type
+        ctx.autocast = torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device)
+        ctx.save_for_backward(hidden)
+        return run(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        hidden = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[1])
+        enabled, dtype = ctx.autocast
+        with torch.enable_grad(), torch.autocast(ctx.device, dtype=dtype, enabled=enabled, cache_enabled=False):
+            out = ctx.run(hidden)
+        torch.autograd.backward(out, *grads)
+        return None, hidden.grad, None
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> torch.autocast:
