@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainers import checkpointing_rules
+from trainers import checkpointing_rules, reward_model_rules
 from trainers.algorithm_rules import Rule, needed_rules, unused_rules
 from trainers.batch_plan import BatchPlan, launched_ranks
 from trainers.config import TrainerConfig, walk
@@ -135,7 +135,9 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
     if not config.logger.run_dir:
         yield "logger.run_dir is empty: expected auto or a folder"
     for key, name in [("env.name=", config.env.name), *(("env.rewards: ", name) for name in config.env.rewards)]:
-        if not re.fullmatch(r"sentiment|copy|lookup|math|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", name):
+        if not re.fullmatch(
+            r"sentiment|copy|lookup|math|reward_model|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", name
+        ):
             yield f"{key}{name}: expected {one_of(NAMES)}{nearest(name.partition(':')[0], NAMES)}"
     for name, weight in config.env.rewards.items():
         if not math.isfinite(weight):
@@ -143,6 +145,7 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
     for key, source in (("prompts", config.data.prompts), ("val_prompts", config.data.val_prompts)):
         if source is not None and (problem := missing(source)):
             yield f"data.{key}={source}: {problem}"
+    yield from reward_model_rules.malformed(config)
     yield from checkpointing_rules.malformed(config)
     resume = config.checkpointing.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
@@ -176,6 +179,9 @@ def uneven_batches(config: TrainerConfig) -> Iterator[str]:
                 f"{key}.train_global_batch_size={part.train_global_batch_size}: a micro-batch is a part of the batch "
                 "of one optimizer step"
             )
+    budget = config.env.reward_model.max_tokens_per_micro_batch
+    if budget is not None and budget < longest:
+        yield f"env.reward_model.max_tokens_per_micro_batch={budget} is less than the longest sequence: {why} tokens"
     if generated_tasks(config) and config.env.size < cfg.num_prompts_per_step:
         yield (
             f"env.size={config.env.size} tasks, of which {name}.num_prompts_per_step={cfg.num_prompts_per_step} "
@@ -247,6 +253,16 @@ def unused(config: TrainerConfig) -> Iterator[str]:
             "env: params",
             f"{' and '.join([f'env.name={env}', *config.env.rewards])}, which has no settings",
         ),
+        (
+            not reward_model_rules.is_used(config.env),
+            "env.reward_model: *",
+            f"env.name={env}" + (" and env.rewards without reward_model" if config.env.rewards else ""),
+        ),
+        (
+            config.env.reward_model.max_tokens_per_micro_batch is not None,
+            "env.reward_model: batch_size",
+            "env.reward_model.max_tokens_per_micro_batch",
+        ),
         (generated_tasks(config), "data: prompts val_prompts", f"env.name={env}, which scores only its own tasks"),
         (env in ("copy", "lookup"), "data: chat_template", f"env.name={env}, whose prompts are token ids"),
         (not config.checkpointing.keep_top_k, "checkpointing: higher_is_better", "checkpointing.keep_top_k off"),
@@ -288,6 +304,7 @@ def needed(config: TrainerConfig) -> Iterator[str]:
         )
     if config.data.chat_template and config.data.overlong_prompts == "truncate":
         yield "data.overlong_prompts=truncate would cut the tokens of data.chat_template=true: use drop or error"
+    yield from reward_model_rules.needed(config)
     yield from checkpointing_rules.needed(config)
     for key, part in trained_parts(config):
         if part.param_dtype == "bfloat16" and config.policy.dtype == "float32":

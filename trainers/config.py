@@ -14,6 +14,7 @@ from trainers.config_algorithm import (
     ReinforceConfig,
     ValueLossConfig,
 )
+from trainers.config_env import RewardModelConfig
 from trainers.config_generation import GenerationConfig
 from trainers.config_types import block, opt
 
@@ -136,7 +137,11 @@ class ValueConfig:
         "where the critic lives: a head on the policy's trunk, or a model of its own",
         choices=("shared", "local"),
     )
-    model_name: str | None = opt(None, "HF folder or hub id of a local critic's backbone; default: the policy's model")
+    model_name: str | None = opt(
+        None,
+        "HF folder or hub id of a local critic's backbone; of a reward model with one head, the critic's head starts "
+        "as that head; default: the policy's model",
+    )
     detach_trunk: bool = opt(True, "shared: train the head alone; false: the value loss reaches the trunk too")
     loss_coef: float = opt(1.0, "weight of the value loss in the joint step of a shared critic")
     param_dtype: str = opt("auto", "local: policy.param_dtype for the critic", choices=("auto", "float32", "bfloat16"))
@@ -163,7 +168,8 @@ class ValueConfig:
 @dataclass
 class EnvConfig:
     name: str = opt(
-        "sentiment", "sentiment, copy, lookup, math, reasoning_gym:<dataset> or python:<module>.<function or class>"
+        "sentiment",
+        "sentiment, copy, lookup, math, reward_model, reasoning_gym:<dataset> or python:<module>.<function or class>",
     )
     rewards: dict[str, float] = opt(
         {},
@@ -183,6 +189,7 @@ class EnvConfig:
     constant_reward_steps: int = opt(
         10, "warn of a reward that was the same for every response of so many rollouts in a row; 0: never", free=True
     )
+    reward_model: RewardModelConfig = block(RewardModelConfig)
 
 
 @dataclass

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from trainers.arithmetic import ConfigError, check, trained_parts
-from trainers.backbone import is_cut, name_of, pick_device, pick_dtype, pick_param_dtype
+from trainers.backbone import decoder_of, is_cut, name_of, pick_device, pick_dtype, pick_param_dtype
 from trainers.batch_plan import counted
+from trainers.classifiers import is_classifier
 from trainers.config import PolicyConfig, TrainerConfig, ValueConfig
 from trainers.environments import Environment, check_turns, make_environment
 from trainers.extras import require
@@ -118,7 +119,7 @@ def describe_policy(
 def describe_critic(
     name: str, critic: ValueConfig, dtype: torch.dtype, stored: torch.dtype
 ) -> tuple[list[str], Trained | None]:
-    model = on_meta(name)
+    model = on_meta(name, critic=True)
     if model is None:
         return [absent("critic", name)], None
     head = model.get_output_embeddings()
@@ -143,8 +144,8 @@ def planned(
     return Trained(key, model.config, layers, held, cfg, stored)
 
 
-def on_meta(name: str) -> Any | None:
-    """The model without storage; None if its config is not on this machine."""
+def on_meta(name: str, *, critic: bool = False) -> Any | None:
+    """The model without storage, of a critic as `load_backbone` has it; None if its config is not on this machine."""
     transformers = require("transformers")
     if name in (SMOLLM2, TINY_LLAMA):
         folders = [folder for folder in default_cache().glob(f"{name}-*") if is_complete(folder)]
@@ -160,6 +161,8 @@ def on_meta(name: str) -> Any | None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with torch.device("meta"):
+        if critic and is_classifier(source):
+            return decoder_of(transformers.AutoModelForSequenceClassification.from_config(config))
         return transformers.AutoModelForCausalLM.from_config(config)
 
 

@@ -47,8 +47,8 @@ class ModelFetchError(RuntimeError):
     """A built-in model could not be fetched; the message says what to do."""
 
 
-def resolve_model(name: str, *, cache_dir: str | Path | None = None) -> Path | str:
-    """What `from_pretrained` should read for `policy.model_name`.
+def resolve_model(name: str, *, cache_dir: str | Path | None = None, key: str = "policy.model_name") -> Path | str:
+    """What `from_pretrained` should read for `policy.model_name`, or for the setting `key`.
 
     Args:
         name: "smollm2-135m", "tiny-llama", the path of a Hugging Face model folder, or a hub id.
@@ -70,15 +70,15 @@ def resolve_model(name: str, *, cache_dir: str | Path | None = None) -> Path | s
     folder = Path(name).expanduser()
     if name and folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"policy.model_name={name!r} is a folder without config.json, so not a Hugging Face model")
+            raise ValueError(f"{key}={name!r} is a folder without config.json, so not a Hugging Face model")
         return folder
     if name and folder.exists():
-        raise ValueError(f"policy.model_name={name!r} is a file; expected a Hugging Face model folder or a hub id")
+        raise ValueError(f"{key}={name!r} is a file; expected a Hugging Face model folder or a hub id")
     if near := get_close_matches(name, (SMOLLM2, TINY_LLAMA), 1, 0.8):
-        raise ValueError(f"policy.model_name={name!r} is not a folder; did you mean {near[0]}?")
+        raise ValueError(f"{key}={name!r} is not a folder; did you mean {near[0]}?")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         raise ValueError(
-            f"policy.model_name={name!r} is neither an existing folder nor a hub id (name or owner/name); "
+            f"{key}={name!r} is neither an existing folder nor a hub id (name or owner/name); "
             f"built-in models: {SMOLLM2}, {TINY_LLAMA}"
         )
     return name

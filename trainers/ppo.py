@@ -98,7 +98,7 @@ class PPOTrainer(Trainer):
             return NoValue()
         if cfg.mode == "shared":
             return SharedValue(self.policy, cfg)
-        own = path if cfg.model_name is None else resolve_model(cfg.model_name)
+        own = path if cfg.model_name is None else resolve_model(cfg.model_name, key="value.model_name")
         return LocalValue(
             own,
             cfg,

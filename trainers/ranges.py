@@ -77,6 +77,8 @@ RANGES: dict[str, Rule] = {
     "env.size": AT_LEAST_1,
     "env.timeout_s": POSITIVE,
     "env.constant_reward_steps": NOT_NEGATIVE,
+    "env.reward_model.batch_size": AT_LEAST_1,
+    "env.reward_model.max_tokens_per_micro_batch": AT_LEAST_1,
     "data.max_prompt_length": AT_LEAST_1,
     "ppo.num_prompts_per_step": AT_LEAST_1,
     "ppo.num_generations_per_prompt": AT_LEAST_1,

@@ -13,7 +13,7 @@ from typing import Any, get_origin
 
 from trainers.arithmetic import ConfigError, wrong_choices
 from trainers.config import PPOTrainerConfig, ReinforceTrainerConfig, walk
-from trainers.config_types import base_type, expected, fits, named, one_of
+from trainers.config_types import base_type, expected, fits, has_type, named, one_of
 from trainers.extras import require
 from trainers.suggestions import suggest
 
@@ -194,6 +194,8 @@ def assign(tree: Any, key: str, value: Any, known: Known, *, where: str = "") ->
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     field = field_of(key, known)
     assert field is not None
+    if base_type(field)[0] == list[float] and has_type(value, float):
+        value = [value]
     interpolated = isinstance(value, str) and "${" in value
     inside_mapping = key not in known
     if not (interpolated or inside_mapping or fits(value, field)):

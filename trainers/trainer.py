@@ -62,6 +62,8 @@ class Trainer:
 
         self.param_dtypes: dict[str, str] = {}
         path = self._make_policy()
+        if hasattr(self.environment, "bind"):
+            self.environment.bind(self.policy.tokenizer, device=self.device, dtype=self.dtype)
         self.engine: Engine = make_engine(self.policy, config, self.dtype)
         self._tokenize(prompts, validation)
         self.update_engine = Refit(self.policy, self.engine, config.policy.generation)

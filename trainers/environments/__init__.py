@@ -74,13 +74,14 @@ class RewardError(ValueError):
 
 
 class Environment(Protocol):
-    """What a trainer asks of a task. An environment may also have four things that most do not need:
+    """What a trainer asks of a task. An environment may also have five things that most do not need:
 
     `step(samples) -> list[Turn]`, an answer to each dialogue that goes on, in order. It is called after each turn of
     the policy, `ppo.max_rollout_turns` times at most. What it pays is added to `score`, which it may then leave out;
     `metrics(samples, rewards) -> dict[str, float]`, means over the samples of one `score` call, named `env/...`;
     `own_prompts_only = True`, where the reward needs more than a prompt's text, so that `data.prompts` is refused;
-    `check_prompts(prompts)`, which raises a ValueError if they lack what the reward needs.
+    `check_prompts(prompts)`, which raises a ValueError if they lack what the reward needs;
+    `bind(tokenizer, device=, dtype=)`, called once with what the policy has, before anything is sampled.
     """
 
     default_model: str  # what `policy.model_name: auto` stands for; see trainers/models.py
@@ -93,7 +94,15 @@ class Environment(Protocol):
 
 
 # Names that `env.name` may have, as errors list them.
-NAMES = ("sentiment", "copy", "lookup", "math", "reasoning_gym:<dataset>", "python:<module>.<function or class>")
+NAMES = (
+    "sentiment",
+    "copy",
+    "lookup",
+    "math",
+    "reward_model",
+    "reasoning_gym:<dataset>",
+    "python:<module>.<function or class>",
+)
 
 
 def make_environment(env: EnvConfig) -> Environment:
@@ -154,6 +163,10 @@ def _make(env: EnvConfig, key: str) -> Environment:
         from trainers.environments.math import MathEnvironment
 
         return MathEnvironment(**_checked_params(env.params, "math", ("answer_key",)))
+    if name == "reward_model" and not argument:
+        from trainers.environments.reward_model import RewardModelEnvironment
+
+        return RewardModelEnvironment(env.reward_model)
     if name == "reasoning_gym" and argument:
         from trainers.environments.reasoning_gym import ReasoningGymEnvironment
 

@@ -4,6 +4,7 @@ The prompts are those of `env.name`, or of `data.prompts`.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trainers.environments import Environment, Prompt, Sample
 from trainers.environments.asking import ask, values_of
@@ -27,6 +28,13 @@ class WeightedEnvironment:
         for environment, _ in self.rewards.values():
             if hasattr(environment, "check_prompts"):
                 environment.check_prompts(prompts)
+
+    def bind(self, tokenizer: Any, **policy: Any) -> None:
+        """See Environment; each of the environments once, for the prompts' may be one of the rewards'."""
+        rewards = [environment for environment, _ in self.rewards.values()]
+        for environment in rewards if self._tasks in rewards else [self._tasks, *rewards]:
+            if hasattr(environment, "bind"):
+                environment.bind(tokenizer, **policy)
 
     def score(self, samples: Sequence[Sample]) -> Answers:
         return self.combine(samples, self.score_each(samples))

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainers import dist, offload
-from trainers.backbone import SplitTransformer, View, checkpoint_layers, load_model, pick_param_dtype
+from trainers.backbone import SplitTransformer, View, checkpoint_layers, pick_param_dtype
 from trainers.batching import micro_batches, minibatches, score_parts, split
+from trainers.classifiers import load_backbone
 from trainers.config import ValueConfig
 from trainers.losses import SelectedRows, ValueLoss
 from trainers.optim import Optimizer, StepMetrics, add_metrics, step_all
@@ -19,7 +20,10 @@ from trainers.value import ScalarHead
 
 
 class LocalValue:
-    """Args: as of `HFPolicy`; score_batch: sequences of a pass that infers."""
+    """Args: as of `HFPolicy`; score_batch: sequences of a pass that infers.
+
+    From a reward model with one head (classifiers.py) the head is taken over as well, in the units of its raw scores.
+    """
 
     wants: set[str] = set()
 
@@ -35,7 +39,7 @@ class LocalValue:
     ):
         self.cfg, self.path, self.device, self.score_batch = cfg, path, device, score_batch
         param_dtype = param_dtype or pick_param_dtype(cfg.param_dtype, dtype, device, "value")
-        model = load_model(path)
+        model, scores = load_backbone(path, "value.model_name")
         head = model.get_output_embeddings()
         if head is not None and head.weight is not model.get_input_embeddings().weight:
             head.requires_grad_(False)  # a critic has no use for the language-model head
@@ -52,7 +56,10 @@ class LocalValue:
         self.masters = self.backbone.masters
         if cfg.gradient_checkpointing:
             checkpoint_layers(model, "value.gradient_checkpointing")
-        self.head = ScalarHead(model.config.hidden_size).to(device)
+        self.head = ScalarHead(model.config.hidden_size)
+        if scores is not None and scores.out_features == 1:
+            self.head.linear.load_state_dict(scores.state_dict(), strict=False)  # most have no bias; it stays 0
+        self.head.to(device)
         self.optimizer = Optimizer([p for _, p in self._trained()], cfg.optimizer, cfg.scheduler, self.masters)
         self.offloaded = False
 
