@@ -154,6 +154,8 @@ BOUNDS = {
     ),
     "data.max_prompt_length": (["0"], ["1"]),
     "env.rewards": (["{sentimant: 1}", "{copy: .nan}", "{copy: .inf}"], ["{sentiment: -1, 'python:a.b': 0}"]),
+    "env.reward_model.batch_size": (["0"], []),  # accepted only beside a reward model: tests/test_reward_model.py
+    "env.reward_model.std": (["0", "[1, -1]", ".inf"], []),
     "env.timeout_s": (["0", ".inf"], ["0.5", "null"]),
     "env.constant_reward_steps": (["-1"], ["0", "1"]),
     "data.prompts": (["no_such_file.jsonl", "hf:", "tests"], ["hf:a/b:train"]),
@@ -210,8 +212,8 @@ class TestRanges:
             "policy.generation.temperature=0.0: expected a number > 0"
         )
         assert refused("env.name=sentimant") == (
-            "env.name=sentimant: expected sentiment, copy, lookup, math, reasoning_gym:<dataset> or python:<module>."
-            "<function or class>; did you mean sentiment?"
+            "env.name=sentimant: expected sentiment, copy, lookup, math, reward_model, reasoning_gym:<dataset> or "
+            "python:<module>.<function or class>; did you mean sentiment?"
         )
 
     def test_gmpo_bounds_the_log_ratio(self):

@@ -16,6 +16,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from runs import train_reward_model
 from tests import tiny
 from trainers.arithmetic import ConfigError, check
 from trainers.cli import load_config
@@ -23,6 +24,7 @@ from trainers.config import EnvConfig
 from trainers.config_env import RewardModelConfig
 from trainers.dry_run import dry_run
 from trainers.environments import Message, Prompt, Sample, make_environment
+from trainers.environments.sentiment import OPENINGS, SentimentEnvironment
 from trainers.environments.weighted import WeightedEnvironment
 from trainers.ppo import PPOTrainer
 from trainers.trainer import TrainingError
@@ -323,3 +325,31 @@ def test_a_dry_run_counts_the_critic_without_a_language_model_head(folder, promp
     plan = dry_run(run(tmp_path, folder, prompts, value__mode="local", value__model_name=folder, cluster__device="cpu"))
     size = sum(p.numel() for p in AutoModelForSequenceClassification.from_pretrained(folder).model.parameters())
     assert f"LlamaModel, {size + 33:,} parameters, {size + 33:,} trained" in plan
+
+
+# --- a reward model made here ----------------------------------------------------------------------------------------
+
+
+def test_the_script_trains_one_that_the_trainer_takes(tmp_path, tokenizer):
+    """Of a tiny model and a taste for one word, measured on pairs that were not trained on."""
+    cfg = train_reward_model.Settings(pairs=160, new_tokens=4, layers=2, epochs=6, lr=3e-3)
+    found = train_reward_model.train(
+        "tiny-llama", tmp_path / "made", cfg, prompts=["w2", "w3", "w4", "w5"], rank=lambda text: text.count("w7")
+    )
+    assert found["first_loss"] == pytest.approx(0.6931, abs=1e-4)  # equal scores: log 2
+    assert found["last_loss"] < 0.3 and found["accuracy"] > 0.9
+    few, many = environment(tokenizer, tmp_path / "made").score(
+        [sample((2,), (8, 9, 8, 9)), sample((2,), (7, 9, 7, 7))]
+    )
+    assert many > few + 1
+    assert len((tmp_path / "made" / "prompts.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.slow
+def test_a_reward_model_of_smollm2_ranks_as_vader_does(tmp_path):
+    """Minutes: trained on SmolLM2-135M's own continuations, it ranks pairs that it has not seen."""
+    cfg, sentiment = train_reward_model.Settings(pairs=512), SentimentEnvironment()
+    found = train_reward_model.train(
+        "smollm2-135m", tmp_path / "made", cfg, prompts=OPENINGS, rank=sentiment.positivity
+    )
+    assert found["accuracy"] > 0.7

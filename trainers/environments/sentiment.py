@@ -39,7 +39,7 @@ class SentimentEnvironment:
         return [Prompt(text) for text in OPENINGS]
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
-        return [self._score(sample.response) for sample in samples]
+        return [self.positivity(sample.response) for sample in samples]
 
-    def _score(self, text: str) -> float:
+    def positivity(self, text: str) -> float:
         return float(self._analyzer.polarity_scores(text)["compound"]) if text.strip() else 0.0
