@@ -1,7 +1,9 @@
 """A reward model of transformers: its scores beside the model's own, several heads, refusals, runs and critics."""
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,6 +145,20 @@ def test_heads_are_standardised_and_then_weighted(two_heads, tokenizer):
     assert metrics == pytest.approx({f"env/head_{i}": float(own[:, i].mean()) for i in (0, 1)}, abs=1e-5)
 
 
+def test_it_computes_as_the_policy_does_unless_told_otherwise(folder, tokenizer):
+    exact = environment(tokenizer, folder).score(RAGGED)
+    for settings, dtype in (({}, torch.bfloat16), ({"dtype": "bfloat16"}, torch.float32)):
+        model = make_environment(
+            EnvConfig(name="reward_model", reward_model=RewardModelConfig(model_name=str(folder), **settings))
+        )
+        model.bind(tokenizer, device=CPU, dtype=dtype)
+        scores = model.score(RAGGED)
+        kept = {name for name, p in model.model.named_parameters() if p.dtype == torch.float32}
+        assert model.model.dtype == torch.bfloat16 and kept == {"score.weight"}
+        assert model.model.model.rotary_emb.inv_freq.dtype == torch.float32
+        assert scores != exact and scores == pytest.approx(exact, abs=0.25)
+
+
 def test_it_is_one_of_several_rewards(folder, tokenizer):
     env = EnvConfig(
         name="copy",
@@ -184,6 +200,14 @@ def test_models_that_cannot_score(tmp_path, tokenizer):
     assert "BertForSequenceClassification has no linear layer `score`" in said
     assert "have no score.weight" in bad(tokenizer, tiny.tiny_model())  # a language model: its head would be random
     assert bad(tokenizer, tmp_path / "nowhere").startswith("env.reward_model.model_name='")
+
+
+def test_scores_that_are_not_those_of_the_last_token(folder, tokenizer, monkeypatch):
+    def pooled(self, input_ids, use_cache):
+        return SimpleNamespace(logits=self.score(self.model(input_ids).last_hidden_state).mean(1))
+
+    monkeypatch.setattr(LlamaForSequenceClassification, "forward", pooled)
+    assert "the scores of LlamaForSequenceClassification differ by" in bad(tokenizer, folder)
 
 
 def test_another_vocabulary(tmp_path, tokenizer):
@@ -321,10 +345,21 @@ def test_a_critic_of_several_heads_starts_at_zero(two_heads):
     assert values.abs().max() == 0
 
 
-def test_a_dry_run_counts_the_critic_without_a_language_model_head(folder, prompts, tmp_path):
-    plan = dry_run(run(tmp_path, folder, prompts, value__mode="local", value__model_name=folder, cluster__device="cpu"))
+def test_a_dry_run_counts_both_without_a_language_model_head(folder, prompts, tmp_path):
+    options = {"value__mode": "local", "value__model_name": folder, "cluster__device": "cpu"}
     size = sum(p.numel() for p in AutoModelForSequenceClassification.from_pretrained(folder).model.parameters())
+    plan = dry_run(run(tmp_path, folder, prompts, **options))
     assert f"LlamaModel, {size + 33:,} parameters, {size + 33:,} trained" in plan
+    assert f"reward    {folder}: LlamaModel, {size:,} parameters" in plan
+    without = dry_run(
+        run(tmp_path, folder, prompts, **options, env__name="sentiment", env__reward_model__model_name=None)
+    )
+    total, less = (float(re.search(r"in all ([\d.]+) MB", text)[1]) for text in (plan, without))
+    assert total - less == pytest.approx(4 * size / 1e6, abs=0.011)  # printed to 0.01 MB
+
+    options["env__reward_model__model_name"] = "/no/such/folder"
+    with pytest.raises(ConfigError, match=r"^env\.reward_model\.model_name='/no/such/folder'"):
+        dry_run(run(tmp_path, folder, prompts, **options))
 
 
 # --- a reward model made here ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from trainers.backbone import decoder_of, is_cut, name_of, pick_device, pick_dty
 from trainers.batch_plan import counted
 from trainers.classifiers import is_classifier
 from trainers.config import PolicyConfig, TrainerConfig, ValueConfig
+from trainers.config_env import RewardModelConfig
 from trainers.environments import Environment, check_turns, make_environment
 from trainers.extras import require
 from trainers.memory_plan import Trained, held_bytes, memory, plan_lines, reference_bytes, size
@@ -21,6 +22,9 @@ from trainers.models import SMOLLM2, TINY_LLAMA, default_cache, is_complete, res
 from trainers.offload import check_device
 from trainers.policy.lora import Adapters
 from trainers.prompts import load_prompts, load_val_prompts
+from trainers.reward_model_rules import is_used
+
+POLICY = "policy.model_name"
 
 
 def dry_run(config: TrainerConfig) -> str:
@@ -66,6 +70,11 @@ def dry_run(config: TrainerConfig) -> str:
     if critic is not None and critic.mode == "local":
         described.append(describe_critic(critic.model_name or policy_name, critic, dtype, stored["value"]))
     models = [model for _, model in described if model is not None]
+    if is_used(config.env):
+        text, count = describe_reward_model(config.env.reward_model, dtype)
+        described[-1][0].extend(text)
+        for model in models[:1]:  # it stays on the device, whatever runs there
+            model.held["reward model"] = count
     lines += [line for text, _ in described for line in text]
     if len(models) == len(described):
         try:
@@ -119,7 +128,7 @@ def describe_policy(
 def describe_critic(
     name: str, critic: ValueConfig, dtype: torch.dtype, stored: torch.dtype
 ) -> tuple[list[str], Trained | None]:
-    model = on_meta(name, critic=True)
+    model = on_meta(name, "value.model_name")
     if model is None:
         return [absent("critic", name)], None
     head = model.get_output_embeddings()
@@ -137,6 +146,17 @@ def describe_critic(
     return lines, planned("value", model, critic, held, stored)
 
 
+def describe_reward_model(cfg: RewardModelConfig, dtype: torch.dtype) -> tuple[list[str], int]:
+    """In words, and its bytes."""
+    name = cfg.model_name or ""
+    model = on_meta(name, "env.reward_model.model_name")
+    if model is None:
+        return [absent("reward", name)], 0
+    total = size(model.parameters())
+    held = total * (dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)).itemsize
+    return [f"reward    {name}: {type(model).__name__}, {total:,} parameters", memory({"weights": held})], held
+
+
 def planned(
     key: str, model: Any, cfg: PolicyConfig | ValueConfig, held: dict[str, int], stored: torch.dtype
 ) -> Trained:
@@ -144,8 +164,9 @@ def planned(
     return Trained(key, model.config, layers, held, cfg, stored)
 
 
-def on_meta(name: str, *, critic: bool = False) -> Any | None:
-    """The model without storage, of a critic as `load_backbone` has it; None if its config is not on this machine."""
+def on_meta(name: str, key: str = POLICY) -> Any | None:
+    """The model of the setting `key` without storage: a language model, or a classifier's backbone where it is not the
+    policy's. None if its config is not on this machine."""
     transformers = require("transformers")
     if name in (SMOLLM2, TINY_LLAMA):
         folders = [folder for folder in default_cache().glob(f"{name}-*") if is_complete(folder)]
@@ -154,14 +175,14 @@ def on_meta(name: str, *, critic: bool = False) -> Any | None:
         source: Path | str = max(folders, key=lambda folder: folder.stat().st_mtime)
     try:
         if name not in (SMOLLM2, TINY_LLAMA):
-            source = resolve_model(name)  # fetches nothing for a folder or a hub id
+            source = resolve_model(name, key=key)  # fetches nothing for a folder or a hub id
         config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
     except OSError:
         return None
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with torch.device("meta"):
-        if critic and is_classifier(source):
+        if key != POLICY and is_classifier(source):
             return decoder_of(transformers.AutoModelForSequenceClassification.from_config(config))
         return transformers.AutoModelForCausalLM.from_config(config)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from trainers.backbone import Padded
+from trainers.backbone import Padded, decoder_of
 from trainers.batching import split
 from trainers.classifiers import load_classifier, scores_at
 from trainers.config_env import RewardModelConfig
@@ -47,7 +47,9 @@ class RewardModelEnvironment:
         check_vocabulary(path, tokenizer)
         model = load_classifier(path, f"{KEY}.model_name")
         dtype = dtype if self.cfg.dtype == "auto" else getattr(torch, self.cfg.dtype)
-        self.model, self.device = model.requires_grad_(False).to(device, dtype), device
+        for parameter in decoder_of(model).parameters():  # alone: the head and buffers (rotary tables) stay float32
+            parameter.data = parameter.data.to(device, dtype)
+        self.model, self.device = model.requires_grad_(False).to(device), device
         heads = model.score.out_features
         self._mean, self._std = (of_heads(getattr(self.cfg, key), heads, key) for key in ("mean", "std"))
         if heads > 1 and not self.cfg.weights:
