@@ -62,7 +62,7 @@ def load_backbone(path: Path | str, key: str) -> tuple[PreTrainedModel, nn.Linea
 
 
 def scores_at(model: PreTrainedModel, ids: Tensor, place: Tensor) -> Tensor:
-    """[N, heads] float32: what the head, float32 as loaded, says of the tokens at `place`, flat indices [N] into `ids` [B, S]."""
+    """[N, heads]: what the head, like it float32, says of the tokens at `place`, flat indices [N] into `ids` [B, S]."""
     hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[place]
     return model.score(hidden.float())
 
