@@ -23,6 +23,7 @@ MODELS = {
     "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 20}),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 20}),
     "mistral": (transformers.MistralConfig, {"sliding_window": 20}),
+    "gpt2": (transformers.GPT2Config, {"num_key_value_heads": 4}),
 }
 # Two are asked of twice; some end at a page's end, some go over several.
 PROMPTS = [[2, 3], [4], [5, 6, 7, 8] * 20, [9, 10], [4], [4], [5, 6, 7, 8] * 20, [2] * 64]
@@ -37,7 +38,7 @@ def tokenizer():
 def model(name: str):
     torch.manual_seed(0)
     config, options = MODELS[name]
-    return AutoModelForCausalLM.from_config(config(**SHAPE, **options)).eval()
+    return AutoModelForCausalLM.from_config(config(**(SHAPE | options))).eval()
 
 
 def both(name: str, tokenizer, **options):
