@@ -200,6 +200,15 @@ def test_a_graph_serves_all_calls_that_differ_in_what_the_host_does(tokenizer, m
     assert len(made) == 2 * 2  # batches of one and two, at two temperatures
 
 
+def test_no_step_is_made_after_the_last_response_has_ended(tokenizer, monkeypatch):
+    ours, _ = both("llama", tokenizer, max_batch_size=2)
+    steps = []
+    step = ContinuousBatching._step
+    monkeypatch.setattr(ContinuousBatching, "_step", lambda self, *given: steps.append(given) or step(self, *given))
+    ours.generate([[4], [5]], Sampling(12, ignore_eos=True), [0, 1])
+    assert len(steps) == 11  # the first token comes from the prompt's own pass
+
+
 def test_calls_of_two_kinds_that_take_turns_keep_the_state(tokenizer):
     ours, _ = both("llama", tokenizer, max_batch_size=2)
     kinds = [([[4]], Sampling(100, ignore_eos=True)), ([[5] * 150], Sampling(5, repetition_penalty=1.2))]

@@ -45,6 +45,7 @@ class Place:
     request: int
     pages: list[int]
     checked: int = 0  # tokens of it that were searched for stop strings
+    generated: int = 0  # at the last look
 
 
 class ContinuousBatching:
@@ -278,8 +279,10 @@ class ContinuousBatching:
         self._choose(torch.stack([group.logits for _, group in started]), places, self.sampling)
 
     def _decode(self) -> None:
-        """Some steps of the running batch."""
-        self.graphs.run(self._step, list(self.running), self.sampling, self.stop_ids, STEPS_BETWEEN_LOOKS)
+        """Some steps of the running batch, and none after the last of them has ended."""
+        left = self.sampling.max_new_tokens - min(place.generated for place in self.running.values())
+        steps = min(left, STEPS_BETWEEN_LOOKS)
+        self.graphs.run(self._step, list(self.running), self.sampling, self.stop_ids, steps)
 
     def _step(self, lanes: Tensor, sampling: Sampling) -> None:
         """The next token of the places `lanes` [N]."""
@@ -315,6 +318,8 @@ class ContinuousBatching:
         said = torch.stack([state.active.long(), state.generated, state.diverged.long().expand_as(state.generated)])
         active, generated, diverged = said.tolist()
         sample.check_finite(torch.tensor(not diverged[0]))
+        for place, running in self.running.items():
+            running.generated = generated[place]
         ends = {
             place: (generated[place], "length" if generated[place] == self.sampling.max_new_tokens else "stop")
             for place in self.running
