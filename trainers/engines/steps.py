@@ -78,7 +78,7 @@ class Graphs:
             except RuntimeError as reason:
                 self.capture = False  # nor ever again: torch does not tidy up after a capture that failed
                 torch.cuda.synchronize()
-                print(f"generation: without CUDA graphs: {str(reason).splitlines()[0]}", flush=True)
+                print(f"generation: without CUDA graphs: {str(reason).partition(chr(10))[0]}", flush=True)
         return self.made.get(key, once)
 
     def _captured(self, once: Callable[[], None]) -> Callable[[], None]:
