@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
 from trainers.engines import Sampling
-from trainers.engines.continuous import ContinuousBatching, batch_sizes
+from trainers.engines.continuous import ContinuousBatching
 from trainers.engines.native import NativeEngine
 from trainers.engines.pages import Pages
+from trainers.engines.steps import Graphs, batch_sizes
 
 SHAPE = {"vocab_size": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}  # fmt: skip
@@ -23,6 +24,7 @@ MODELS = {
     "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 20}),
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 16, "sliding_window": 20}),
     "mistral": (transformers.MistralConfig, {"sliding_window": 20}),
+    "gpt2": (transformers.GPT2Config, {"num_key_value_heads": 4}),
 }
 # Two are asked of twice; some end at a page's end, some go over several.
 PROMPTS = [[2, 3], [4], [5, 6, 7, 8] * 20, [9, 10], [4], [4], [5, 6, 7, 8] * 20, [2] * 64]
@@ -37,7 +39,7 @@ def tokenizer():
 def model(name: str):
     torch.manual_seed(0)
     config, options = MODELS[name]
-    return AutoModelForCausalLM.from_config(config(**SHAPE, **options)).eval()
+    return AutoModelForCausalLM.from_config(config(**(SHAPE | options))).eval()
 
 
 def both(name: str, tokenizer, **options):
@@ -134,6 +136,104 @@ def test_an_architecture_that_answers_otherwise_is_generated_batch_by_batch(toke
     engine = NativeEngine(one, tokenizer, continuous=True)
     assert engine.continuous is None
     assert "batch by batch, without CUDA graphs: LlamaForCausalLM gives other logits" in capsys.readouterr().out
+
+
+def rope(kind: str) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "reason"),
+    [
+        # None of these differ in so short a sequence as the engine tries.
+        (transformers.LlamaConfig, rope("dynamic"), "rotary embeddings of type dynamic"),
+        (transformers.Llama4TextConfig, {"intermediate_size_mlp": 96, "num_local_experts": 2}, "chunked_attention"),
+        (transformers.PhimoeConfig, {"sliding_window": 400, "num_local_experts": 2}, "a sliding window in its mask"),
+        (transformers.GptOssConfig, {"num_local_experts": 4, "head_dim": 16}, "asks for s_aux"),
+    ],
+    ids=lambda x: getattr(x, "model_type", None),
+)
+def test_what_pages_do_not_have_is_refused_by_name(config, options, reason, tokenizer, capsys):
+    engine = NativeEngine(AutoModelForCausalLM.from_config(config(**SHAPE, **options)), tokenizer, continuous=True)
+    assert engine.continuous is None and reason in capsys.readouterr().out
+
+
+def test_heads_that_the_cache_is_not_made_for_are_refused(tokenizer, capsys):
+    one = model("llama")
+    one.config.num_key_value_heads = 4  # the kernel would read past the two that there are
+    assert NativeEngine(one, tokenizer, continuous=True).continuous is None
+    assert "has 2 heads of sizes (16, 16, 16) in layer 0, and the cache 4 of 16" in capsys.readouterr().out
+
+
+def test_a_reason_of_any_kind_leads_to_batches(tokenizer, capsys):
+    one = model("llama")
+    one.model.layers[1].self_attn.layer_idx = 2
+    assert NativeEngine(one, tokenizer, continuous=True).continuous is None
+    assert "batch by batch, without CUDA graphs: index 2 is out of bounds" in capsys.readouterr().out
+
+
+def test_a_model_that_no_graph_can_be_made_of_samples_all_the_same(tokenizer, monkeypatch, capsys):
+    ours, theirs = both("llama", tokenizer, max_batch_size=3)
+    tried = []
+
+    def captured(self, once):
+        tried.append(once())
+        raise RuntimeError("called a synchronizing CUDA operation\nmore")
+
+    monkeypatch.setattr(Graphs, "_captured", captured)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ours.continuous.graphs.capture = True
+    for _ in range(2):
+        assert_equal(ours.generate(PROMPTS, Sampling(9), SEEDS), theirs.generate(PROMPTS, Sampling(9), SEEDS))
+    assert len(tried) == 1
+    assert capsys.readouterr().out == "generation: without CUDA graphs: called a synchronizing CUDA operation\n"
+
+
+def test_a_graph_serves_all_calls_that_differ_in_what_the_host_does(tokenizer, monkeypatch):
+    ours, theirs = both("llama", tokenizer, max_batch_size=2)
+    made = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Graphs, "_captured", lambda self, once: made.append(once) or once)
+    ours.continuous.graphs.capture = True
+    host = [Sampling(9, stop_token_ids=(1,)), Sampling(8, stop_strings=("w9",)), Sampling(9)]
+    for sampling in (*host, Sampling(9, temperature=0.5)):
+        assert_equal(ours.generate(PROMPTS, sampling, SEEDS), theirs.generate(PROMPTS, sampling, SEEDS))
+    assert len(made) == 2 * 2  # batches of one and two, at two temperatures
+
+
+def test_no_step_is_made_after_the_last_response_has_ended(tokenizer, monkeypatch):
+    ours, _ = both("llama", tokenizer, max_batch_size=2)
+    steps = []
+    step = ContinuousBatching._step
+    monkeypatch.setattr(ContinuousBatching, "_step", lambda self, *given: steps.append(given) or step(self, *given))
+    ours.generate([[4], [5]], Sampling(12, ignore_eos=True), [0, 1])
+    assert len(steps) == 11  # the first token comes from the prompt's own pass
+
+
+def test_calls_of_two_kinds_that_take_turns_keep_the_state(tokenizer):
+    ours, _ = both("llama", tokenizer, max_batch_size=2)
+    kinds = [([[4]], Sampling(100, ignore_eos=True)), ([[5] * 150], Sampling(5, repetition_penalty=1.2))]
+    held = []
+    for prompts, sampling in kinds * 2:
+        ours.generate(prompts, sampling, [0])
+        held.append(ours.continuous.state)
+    assert held[1] is held[2] is held[3]
+
+
+def test_the_cache_is_as_large_as_what_runs_together(tokenizer):
+    ours, _ = both("llama", tokenizer, max_batch_size=2)
+    ours.generate([[i % 16, i // 16] for i in range(40)], Sampling(3), range(40))
+    assert ours.continuous.pages.count == 2 + 3  # two responses, their prompts, and one whose other samples wait
+
+
+def test_a_cache_that_suffices_stays_when_memory_is_short(tokenizer, monkeypatch):
+    ours, theirs = both("llama", tokenizer, max_batch_size=4)
+    ours.generate([[4]], Sampling(3), [0])
+    pages = ours.continuous.pages
+    monkeypatch.setattr(ContinuousBatching, "_free_bytes", lambda self: 0)
+    prompts = [[2], [3], [5]]
+    assert_equal(ours.generate(prompts, Sampling(3), range(3)), theirs.generate(prompts, Sampling(3), range(3)))
+    assert ours.continuous.pages is pages
 
 
 def test_pages_go_back_when_nobody_holds_them():

@@ -165,3 +165,34 @@ def test_a_reference_on_the_cpu_takes_none_of_the_gpus_memory(monkeypatch):
     models.resolve_model("tiny-llama")
     monkeypatch.setattr("trainers.dry_run.pick_device", lambda name: torch.device("cuda"))
     assert "reference 0 MB, sampling" in lines_of("policy.reference=cpu_offload")[7]
+
+
+def test_the_engines_memory_on_a_gpu(monkeypatch):
+    models.resolve_model("tiny-llama")
+    monkeypatch.setattr("trainers.dry_run.pick_device", lambda name: torch.device("cuda"))
+
+    no_gpu_here = classmethod(lambda cls, *_, **__: cls(fixed=0, row=1000))
+    monkeypatch.setattr("trainers.memory_plan.Activations.count", no_gpu_here)
+
+    def plan(*overrides: str) -> list[str]:
+        lines = lines_of("cluster.device_memory_gb=1", "value.mode=local", *overrides)
+        return lines[next(i for i, line in enumerate(lines) if line.startswith("memory")) :]
+
+    # 128 sequences of 2 + 4 tokens in a page each, and 16 prompts of one: 144 pages. A page takes 2 x 2 layers x 32 x
+    # 64 x 4 bytes, with page 0 4.75 MB; state 129 x (4 + 25 + 5 x 20) + 128 x 16 x 4. Beside it weights, gradients,
+    # Adam and the reference, 76,096 x 20 + 76,161 x 4 + 75,137 x 12 = 2.73 MB, and scoring, 768 x 2,048 + 2 x 512 x 16
+    # x 4.
+    held = plan()
+    cache = "memory    generation by the embedded engine, KV cache of 9,216 tokens in pages of 64: 4.75 MB, "
+    assert held[0] == f"{cache}state and logits 0.0248 MB, prompts 0.0655 MB; held from the first rollout on"
+    assert held[4].startswith("          in all 9.14 MB, ")
+    released = plan("policy.generation.release_memory=true")
+    assert released[0].startswith(cache) and released[0].endswith("; given back while the policy trains")
+    assert released[4].startswith("          in all 7.57 MB, ")
+    # 0.4 x 1 GB, of which 76,096 x 4 are weights; 512 bytes a token.
+    vllm = plan("policy.generation.backend=vllm")
+    assert vllm[0].startswith(
+        "memory    generation by vLLM, vllm_cfg.gpu_memory_utilization=0.4 of 1 GB: 0.4 GB, weights"
+    )
+    assert "a KV cache of less than 780,655 tokens" in vllm[0] and vllm[4].startswith("          in all 0.404 GB, ")
+    assert all("sampling" not in line for line in lines_of("policy.generation.backend=vllm") if "weights" in line[:20])

@@ -1,5 +1,7 @@
 """The embedded engine on a GPU: the decoding kernel, CUDA graphs, continuous batching, beside plain transformers."""
 
+import contextlib
+
 import pytest
 import torch
 import transformers
@@ -67,8 +69,47 @@ def test_graphs_sample_what_plain_batches_sample(name, sampling, tokenizer):
         for a, b in zip(ours, theirs, strict=True):
             assert (a.tokens, a.finish) == (b.tokens, b.finish)
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-    pages = graphs.continuous.pages
+    pages, steps = graphs.continuous.pages, graphs.continuous.graphs
     assert len(pages.free) == pages.count and not any(pages.owners)
+    assert steps.capture and len(steps.made) >= 2
+
+
+def test_experts_that_the_host_picks_tokens_for_run_without_graphs(tokenizer, capsys):
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(
+        transformers.MixtralConfig(**SHAPE, num_local_experts=4), experts_implementation="eager"
+    )
+    base = base.to("cuda").eval()
+    shared = [share_parameters(base, torch.float32) for _ in range(2)]
+    graphs, plain = (NativeEngine(m, tokenizer, continuous=c) for m, c in zip(shared, (True, False), strict=True))
+    assert graphs.continuous is not None
+    sampling = Sampling(20, ignore_eos=True)
+    stream = torch.cuda.current_stream()
+    ours, theirs = (engine.generate(PROMPTS, sampling, SEEDS) for engine in (graphs, plain))
+    assert [c.tokens for c in ours] == [c.tokens for c in theirs]
+    assert capsys.readouterr().out.count("generation: without CUDA graphs") == 1
+    assert torch.cuda.current_stream() == stream and torch.cuda.get_sync_debug_mode() == 0
+    torch.rand(1, device="cuda").item()
+
+
+def test_a_capture_that_fails_leaves_a_device_to_work_with(tokenizer, capsys, monkeypatch):
+    """What the host waits for is seen before; this is for what is not."""
+    from trainers.engines import steps
+
+    monkeypatch.setattr(steps, "_no_waiting", contextlib.nullcontext)
+    graphs, plain = engines("llama", torch.float32, tokenizer)
+
+    def wait(module, inputs, out):
+        out.sum().item()
+
+    hook = graphs.model.lm_head.register_forward_hook(wait)
+    sampling, stream = Sampling(20, ignore_eos=True), torch.cuda.current_stream()
+    ours, theirs = (engine.generate(PROMPTS, sampling, SEEDS) for engine in (graphs, plain))
+    hook.remove()
+    assert [c.tokens for c in ours] == [c.tokens for c in theirs]
+    assert capsys.readouterr().out.count("generation: without CUDA graphs") == 1
+    assert torch.cuda.current_stream() == stream
+    assert torch.rand(1, device="cuda").item() < 1
 
 
 @pytest.mark.parametrize("name", MODELS)

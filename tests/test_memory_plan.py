@@ -8,12 +8,11 @@ from tests import tiny
 from trainers.backbone import Padded, name_of
 from trainers.config import PeftConfig, PolicyConfig
 from trainers.dry_run import dry_run, on_meta, trained_parameters
+from trainers.engine_plan import engine_memory, gigabytes, kv_cache_bytes
 from trainers.losses import PolicyLoss
 from trainers.memory_plan import (
     Activations,
-    gigabytes,
     held_bytes,
-    kv_cache_bytes,
     largest_fit,
     reference_bytes,
     size,
@@ -111,6 +110,79 @@ def test_the_cache_of_keys_and_values(folder):
     assert kv_cache_bytes(model.config, 3, 20, torch.bfloat16) == measured == 38_400
 
 
+def on_a_gpu(folder, *overrides: str, free: int = 10**9, total: int = 2 * 10**9):
+    """16 prompts of up to 100 tokens x 8 responses of up to 60, 24 decoded together, in bfloat16."""
+    settings = ["data.max_prompt_length=100", "policy.generation.max_new_tokens=60"]
+    settings = [*settings, "policy.generation.max_batch_size=24", *overrides]
+    model = transformers.AutoConfig.from_pretrained(folder)
+    config = load_config("ppo_copy", settings)
+    return engine_memory(config, model, 1_000_000, torch.bfloat16, torch.device("cuda"), free=free, total=total)
+
+
+def test_a_paged_cache_by_hand(folder):
+    # 160 tokens are 3 pages, a prompt 2: 24 x 3 + 16 x 2 = 104, and page 0. A page: 2 x 5 layers x 2 heads x 16 x 2
+    # bytes x 64 = 40,960. State of 25 rows: 3 x 4 of pages, 25, 61 x 20; logits 24 x 64 x 2. Prompts: 1,600 tokens x
+    # (8 x 96 + 3 x 256 x 2).
+    held, prompts = 105 * 40_960 + 25 * (12 + 25 + 61 * 20) + 24 * 64 * 2, 1_600 * (768 + 1_536)
+    told = on_a_gpu(folder)
+    assert (told.held, told.generating) == (held, prompts)
+    assert told.words == (
+        "the embedded engine, KV cache of 6,656 tokens in pages of 64: 4.3 MB, state and logits 0.0345 MB, prompts "
+        "3.69 MB; held from the first rollout on"
+    )
+    given_back = on_a_gpu(folder, "policy.generation.release_memory=true")
+    assert (given_back.held, given_back.generating) == (0, held + prompts)
+    assert given_back.words.endswith("; given back while the policy trains")
+    # One turn of no more requests than places: 4 prompts x 2 x 3 pages + 4 x 2.
+    few = on_a_gpu(folder, "ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=2",
+                   "policy.train_global_batch_size=8")  # fmt: skip
+    assert "KV cache of 2,048 tokens" in few.words
+
+
+def test_a_paged_cache_within_the_memory_there_is(folder):
+    # 0.8 x 1,000,000 / 40,960 = 19.5; 0.001 x 2**30 / 40,960 = 26.2; a sequence and its prompt need 4.
+    assert "KV cache of 1,216 tokens in pages of 64: 0.819 MB, where 6,656 are wanted" in on_a_gpu(
+        folder, free=1_000_000
+    ).words  # fmt: skip
+    assert "KV cache of 1,664 tokens" in on_a_gpu(folder, "policy.generation.kv_cache_gb=0.001").words
+    assert "KV cache of 192 tokens in pages of 64: 0.164 MB, too small for a sequence of 160" in on_a_gpu(
+        folder, free=200_000
+    ).words  # fmt: skip
+
+
+def test_the_plan_has_the_pages_that_the_engine_takes(folder):
+    """The engine itself, for the requests that the plan assumes."""
+    from trainers.engines import Sampling
+    from trainers.engines.continuous import ContinuousBatching
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    engine = ContinuousBatching(model, places=24)
+    prompts = [[(i + j) % 64 for j in range(100)] for i in range(16) for _ in range(8)]
+    engine._reserve(prompts, Sampling(max_new_tokens=60))
+    state = [x for x in vars(engine.state).values() if isinstance(x, torch.Tensor) and x.ndim]
+    taken = engine.pages.kv.nbytes + sum(x.nbytes for x in state)
+    assert on_a_gpu(folder).held == taken + 24 * 64 * 2
+
+
+def test_other_engines_by_hand(folder):
+    # A share of the whole card, 0.25 x 2 GB, with weights of 2 MB in it; 640 bytes a token.
+    vllm = on_a_gpu(folder, "policy.generation.backend=vllm", "policy.generation.vllm_cfg.gpu_memory_utilization=0.25")
+    assert (vllm.held, vllm.generating) == (500_000_000, 0)
+    assert vllm.words.startswith(
+        "vLLM, vllm_cfg.gpu_memory_utilization=0.25 of 2 GB: 0.5 GB, weights 2 MB of it, so a KV cache of less than "
+        "778,125 tokens; held"
+    )
+    # In a process of its own two buffers more, each of no more than the weights.
+    other = "policy.generation.vllm_cfg.in_process=false"
+    assert on_a_gpu(folder, "policy.generation.backend=vllm", other).held == 800_000_000 + 2 * 2_000_000
+    # Weights, and a share of what they leave free: 2 MB + 0.5 x 998 MB, and two buffers of 1 MiB.
+    settings = ["policy.generation.backend=trtllm", "policy.generation.trtllm_cfg.free_gpu_memory_fraction=0.5",
+                "policy.generation.refit_bucket_mb=1", "policy.generation.release_memory=true"]  # fmt: skip
+    trtllm = on_a_gpu(folder, *settings)
+    assert (trtllm.held, trtllm.generating) == (0, 2_000_000 + 499_000_000 + 2 * 2**20)
+    assert "KV cache of 779,687 tokens, trtllm_cfg.free_gpu_memory_fraction=0.5 of what is free" in trtllm.words
+
+
 @DTYPES
 @pytest.mark.parametrize("unfrozen", [-1, 2])
 def test_what_is_held_all_along(folder, unfrozen, dtype, stored):
@@ -159,7 +231,9 @@ def test_the_plan_in_words(folder):
     # 64 sequences a batch of the policy, 8 of the critic; a sequence is 2 + 4 tokens.
     roomy = plan("cluster.device_memory_gb=1")
     cache = gigabytes(2 * 5 * 2 * 16 * 4 * 128 * 6)
-    assert roomy[0].startswith(f"generation of 128 sequences x 6 tokens: KV cache {cache}, sampler ")
+    assert roomy[0].startswith(
+        f"generation by the embedded engine, 128 sequences x 6 tokens: KV cache {cache}, sampler "
+    )
     assert roomy[1].startswith("scoring of 128 sequences: ")
     assert roomy[2].startswith("policy update of 64 sequences: ") and roomy[3].startswith("value update of 8 sequences")
     assert roomy[4].endswith("which fits in 90% of 1 GB cluster.device_memory_gb")

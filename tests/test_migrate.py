@@ -70,7 +70,8 @@ def test_old_names_in_an_error_lead_where_the_page_says():
     moved: dict[str, set[str]] = {}
     for old, new, _ in [row for system in SYSTEMS for row in rows(system)]:
         for key in named(new)[:1]:
-            for name in {word.rsplit(".", 1)[-1] for word in re.findall(r"`([\w.]+)`", old)} - {last_part(key)}:
+            words = re.findall(r"`([\w.]+)`", old)
+            for name in {last_part(word, n) for word in words for n in (1, 2)} - {last_part(key)}:
                 moved.setdefault(name, set()).add(key.partition("=")[0].replace("reinforce.", "ppo."))
     shared = set(ELSEWHERE) & set(moved)
     assert len(shared) > 40
@@ -84,3 +85,23 @@ def test_old_names_lead_somewhere_in_both_trainers():
         assert suggest("method.num_rollouts", known)[0] == f"{block}.num_prompts_per_step"
         assert suggest("trainer.reinforce.num_rollouts_per_prompt", known)[0] == f"{block}.num_generations_per_prompt"
         assert suggest("model.optim.sched.min_lr", known)[0] == "policy.scheduler.min_lr_ratio"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("policy.sequence_packing.enabled", "policy.packing"),
+        ("value.sequence_packing.enabled", "value.packing"),
+        ("value.dtensor_cfg.activation_checkpointing", "value.gradient_checkpointing"),
+        ("policy.dtensor_cfg.lora_cfg.enabled", "policy.peft.enabled"),
+        ("policy.generation.vllm_cfg.precision", "policy.generation.dtype"),
+        ("policy.generation.vllm_kwargs", "policy.generation.vllm_cfg.vllm_kwargs"),
+        ("policy.generation.trtllm_cfg.gpu_memory_utilization",
+         "policy.generation.trtllm_cfg.free_gpu_memory_fraction"),
+        ("policy.generation.colocated.enabled", "policy.generation.release_memory"),
+        ("policy.refit_buffer_size_gb", "policy.generation.refit_bucket_mb"),
+        ("trainer.ppo.trt_llm.enable", "policy.generation.backend"),
+    ],
+)  # fmt: skip
+def test_where_nested_keys_lead(old, new):
+    assert suggest(old, KEYS)[0] == new

@@ -192,6 +192,12 @@ def test_relative_links_lead_somewhere(page):
             assert (ROOT / page).parent.joinpath(target.partition("#")[0]).exists(), f"{page}: {target}"
 
 
+def test_every_page_of_docs_is_linked_from_another():
+    for page in PAGES[3:]:
+        others = "".join(text(other) for other in PAGES if other != page)
+        assert re.search(rf"\]\((?:[^)\s]*/)?{re.escape(Path(page).name)}[)#]", others), page
+
+
 def test_kernel_pages_name_tests_that_exist():
     sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     for page in (ROOT / "docs" / "kernels").glob("*.md"):

@@ -112,8 +112,9 @@ def describe_policy(
     head = model.config.hidden_size + 1 if config.critic is not None and config.critic.mode == "shared" else 0
     held = held_bytes(count, frozen, dtype, stored, head=head) | {
         "reference": reference_bytes(model, trained, dtype, stored) if copied_reference else 0,
-        "sampling": engine_dtype.itemsize * copied,
     }
+    if policy.generation.backend == "native":  # other engines' weights are in the plan of their memory
+        held["sampling"] = engine_dtype.itemsize * copied
     lines = [
         f"model     {name}: {type(model).__name__}, {total:,} parameters, {count:,} trained"
         + (f", and {head:,} of the critic's head" if head else ""),
@@ -122,7 +123,7 @@ def describe_policy(
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         lines.append(f"          its context is {positions:,} tokens: sequences of up to {longest:,} would not fit")
-    return lines, planned("policy", model, config.policy, held, stored)
+    return lines, planned("policy", model, config.policy, held, stored, frozen if adapters else total)
 
 
 def describe_critic(
@@ -143,7 +144,7 @@ def describe_critic(
         f"critic    {name}: {type(model).__name__}, {count + scalar + frozen:,} parameters, {count + scalar:,} trained",
         memory(held),
     ]
-    return lines, planned("value", model, critic, held, stored)
+    return lines, planned("value", model, critic, held, stored, count + frozen)
 
 
 def describe_reward_model(cfg: RewardModelConfig, dtype: torch.dtype) -> tuple[list[str], int]:
@@ -158,10 +159,15 @@ def describe_reward_model(cfg: RewardModelConfig, dtype: torch.dtype) -> tuple[l
 
 
 def planned(
-    key: str, model: Any, cfg: PolicyConfig | ValueConfig, held: dict[str, int], stored: torch.dtype
+    key: str,
+    model: Any,
+    cfg: PolicyConfig | ValueConfig,
+    held: dict[str, int],
+    stored: torch.dtype,
+    parameters: int,
 ) -> Trained:
     layers = cfg.num_layers_unfrozen if is_cut(model, cfg.num_layers_unfrozen) else model.config.num_hidden_layers
-    return Trained(key, model.config, layers, held, cfg, stored)
+    return Trained(key, model.config, layers, held, cfg, stored, parameters)
 
 
 def on_meta(name: str, key: str = POLICY) -> Any | None:

@@ -254,8 +254,11 @@ def fuse_layers(model: PreTrainedModel) -> None:
     for module in model.modules():
         replacement = _norm(module) or _mlp(module)
         if replacement is not None:
-            kind = (type(module), *((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()))
-            if kind not in checked:  # all layers alike
+            # All layers alike, of which each may have settings and an activation of its own.
+            settings = sorted((name, x) for name, x in vars(module).items() if isinstance(x, int | float | str))
+            parts = (*settings, *map(type, module.children()))
+            kind = (type(module), *parts, *((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()))
+            if kind not in checked:
                 checked[kind] = _same(module, replacement)
             if checked[kind]:
                 module.forward = replacement
@@ -267,9 +270,14 @@ def fuse_layers(model: PreTrainedModel) -> None:
                 module.forward = functools.partial(_rotating, module.forward)
 
 
+# What a module raises that wants other arguments, or gives something else than one tensor or two.
+UNLIKE = (TypeError, ValueError, AttributeError, IndexError, RuntimeError)
+
+
 def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or not hasattr(module, "weight"):
+    weighted = isinstance(getattr(module, "weight", None), nn.Parameter)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or not weighted:
         return None
     one_plus = "Gemma" in type(module).__name__  # and then compared
     return functools.partial(_normed, module, eps, one_plus)
@@ -285,11 +293,11 @@ def _mlp(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if len(list(module.children())) != 4 or not all(type(part) is nn.Linear for part in parts):
         return None
-    return functools.partial(_gated, *parts)
+    return functools.partial(_gated, module)
 
 
-def _gated(gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor) -> Tensor:
-    return down(silu_mul(gate(x), up(x)))
+def _gated(module: nn.Module, x: Tensor) -> Tensor:
+    return module.down_proj(silu_mul(module.gate_proj(x), module.up_proj(x)))
 
 
 def _rotating(own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -317,11 +325,14 @@ def _same(module: nn.Module, ours: Callable[[Tensor], Tensor]) -> bool:
     draw = torch.Generator(weight.device).manual_seed(0)
     x, grad = (torch.randn(5, 3, weight.shape[-1], device=weight.device, generator=draw) for _ in range(2))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for forward in (functools.partial(type(module).forward, module), ours):
-        row = x.to(weight.dtype).requires_grad_()
-        with torch.inference_mode(False), torch.enable_grad():
-            out = forward(row)
-            results.append((out.detach(), *torch.autograd.grad(out, [row, *trained], grad.to(out.dtype))))
+    try:
+        for forward in (functools.partial(type(module).forward, module), ours):
+            row = x.to(weight.dtype).requires_grad_()
+            with torch.inference_mode(False), torch.enable_grad():
+                out = forward(row)
+                results.append((out.detach(), *torch.autograd.grad(out, [row, *trained], grad.to(out.dtype))))
+    except UNLIKE:
+        return False
     return all(_close(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -331,10 +342,9 @@ def _rotates_alike(own: Callable[..., Any], dtype: torch.dtype, device: torch.de
     angle = torch.cat([angle, angle], -1)
     arguments = [x.to(dtype) for x in (q, k, angle.cos(), angle.sin())]
     try:
-        theirs = own(*arguments)
-    except TypeError:
+        return all(_close(a, b) for a, b in zip(own(*arguments), rotate(*arguments), strict=True))
+    except UNLIKE:
         return False
-    return all(_close(a, b) for a, b in zip(theirs, rotate(*arguments), strict=True))
 
 
 def _close(own: Tensor, ours: Tensor) -> bool:

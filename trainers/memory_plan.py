@@ -34,6 +34,7 @@ from fastppo.ops.linear_loss import default_chunk
 from trainers.backbone import autocast, decoder_of
 from trainers.batch_plan import counted
 from trainers.config import PeftConfig, PolicyConfig, ValueConfig
+from trainers.engine_plan import engine_memory, gigabytes, layer_bytes
 from trainers.extras import require
 from trainers.policy.lora import Adapters
 
@@ -137,6 +138,7 @@ class Trained:
     held: dict[str, int]  # bytes by use
     cfg: PolicyConfig | ValueConfig
     stored: torch.dtype  # of trained parameters
+    parameters: int  # of the model, adapters not among them
 
 
 def plan_lines(
@@ -145,21 +147,22 @@ def plan_lines(
     """The memory of every stage, the sum, and the largest micro-batches that fit, in words."""
     generation = config.policy.generation
     longest = config.data.max_prompt_length + generation.max_new_tokens
-    held = sum(sum(model.held.values()) for model in models)
-    room, source = available_bytes(device, config.cluster.device_memory_gb)
-    room = int(SHARE * room)
+    room, total, source = available_bytes(device, config.cluster.device_memory_gb)
     policy = models[0].config
-    rows = generation.max_batch_size
+    later = ("gradients", "Adam")  # than the first rollout
+    first = sum(count for model in models for use, count in model.held.items() if use not in later)
+    parameters = models[0].parameters
+    engine = engine_memory(config, policy, parameters, engine_dtype, device, free=room - first, total=total)
+    held = engine.held + sum(sum(model.held.values()) for model in models)
+    room = int(SHARE * room)
     scored = in_a_pass(config.policy, config.policy.logprob_batch_size, longest)
-    cache, sampler = kv_cache_bytes(policy, rows, longest, engine_dtype), sampler_bytes(policy, rows, engine_dtype)
     scoring = layer_bytes(policy, scored * longest, dtype)
     scoring += logits_bytes(policy, scored * generation.max_new_tokens, dtype, device, trained=False)
     lines = [
-        f"memory    generation of {rows} sequences x {longest:,} tokens: KV cache {gigabytes(cache)}, "
-        f"sampler {gigabytes(sampler)}",
+        f"memory    generation by {engine.words}",
         f"          scoring of {scored} sequences: {gigabytes(scoring)}",
     ]
-    peaks, fits = [cache + sampler, scoring], []
+    peaks, fits = [engine.generating, scoring], []
     for model in models:
         whole = model.layers == model.config.num_hidden_layers
         peft = getattr(model.cfg, "peft", None)
@@ -199,10 +202,10 @@ def plan_lines(
         if model.cfg.max_tokens_per_micro_batch is not None:
             key, most = f"{model.key}.max_tokens_per_micro_batch", most * longest
         fits.append(f"{key}={most} is the largest that fits{whole_batch}" if most else f"no {key} fits")
-    total = held + max(peaks)
-    verdict = "fits in" if total <= room else "does not fit in"
+    used = held + max(peaks)
+    verdict = "fits in" if used <= room else "does not fit in"
     lines.append(
-        f"          in all {gigabytes(total)}, which {verdict} {SHARE:.0%} of {gigabytes(round(room / SHARE))} {source}"
+        f"          in all {gigabytes(used)}, which {verdict} {SHARE:.0%} of {gigabytes(round(room / SHARE))} {source}"
     )
     return [*lines, *(f"          {fit}" for fit in fits)]
 
@@ -264,16 +267,6 @@ def reference_bytes(
     return total
 
 
-def kv_cache_bytes(config: Any, rows: int, length: int, dtype: torch.dtype) -> int:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_size * dtype.itemsize * rows * length
-
-
-def sampler_bytes(config: Any, rows: int, dtype: torch.dtype) -> int:
-    return rows * config.vocab_size * (dtype.itemsize + 3 * 4 + 8)
-
-
 def logits_bytes(config: Any, tokens: int, dtype: torch.dtype, device: torch.device, *, trained: bool) -> int:
     """A chunk of logits and its gradient, in the compute dtype; with a trained head its gradient in float32 too."""
     depth = config.hidden_size if trained else 0
@@ -281,19 +274,14 @@ def logits_bytes(config: Any, tokens: int, dtype: torch.dtype, device: torch.dev
     return 2 * chunk * config.vocab_size * dtype.itemsize + 4 * depth * config.vocab_size
 
 
-def layer_bytes(config: Any, tokens: int, dtype: torch.dtype) -> int:
-    """Of one layer without gradients: residual stream and its norm in float32, three vectors of the MLP."""
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return tokens * (8 * config.hidden_size + 3 * inner * dtype.itemsize)
-
-
-def available_bytes(device: torch.device, device_memory_gb: float | None) -> tuple[int, str]:
-    """What a run may fill, and where the number comes from."""
+def available_bytes(device: torch.device, device_memory_gb: float | None) -> tuple[int, int, str]:
+    """What a run may fill, what the device has in all, and where the first number comes from."""
     if device_memory_gb is not None:
-        return int(device_memory_gb * 1e9), "cluster.device_memory_gb"
+        return int(device_memory_gb * 1e9), int(device_memory_gb * 1e9), "cluster.device_memory_gb"
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0], "free on the device"
-    return require("psutil").virtual_memory().available, "available on this machine"
+        return *torch.cuda.mem_get_info(device), "free on the device"
+    there = require("psutil").virtual_memory()
+    return there.available, there.total, "available on this machine"
 
 
 def largest_fit(room: int, activations: Activations, extra: Callable[[int], int], most: int) -> int:
@@ -307,10 +295,6 @@ def largest_fit(room: int, activations: Activations, extra: Callable[[int], int]
 def memory(parts: dict[str, int]) -> str:
     listed = ", ".join(f"{name} {gigabytes(count)}" for name, count in parts.items())
     return f"          {listed}: {gigabytes(sum(parts.values()))}"
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
 
 
 def size(parameters: Iterable[nn.Parameter]) -> int:

@@ -5,7 +5,7 @@ from difflib import SequenceMatcher
 
 MAX_SUGGESTIONS = 3
 
-# What other trainers call the same thing, by the last part of its name.
+# What other trainers call the same thing, by the last part of its name, or the last two where one says too little.
 ELSEWHERE = {
     "learning_rate": "policy.optimizer.lr",
     "clip_eps": "loss_fn.ratio_clip_min",
@@ -27,6 +27,7 @@ ELSEWHERE = {
     "ppo_micro_batch_size_per_gpu": "policy.train_micro_batch_size",
     "ppo_max_token_len_per_gpu": "policy.max_tokens_per_micro_batch",
     "sequence_packing": "policy.packing",
+    "free_cache_engine": "policy.generation.release_memory",
     "use_remove_padding": "policy.packing",
     "max_response_length": "policy.generation.max_new_tokens",
     "max_completion_length": "policy.generation.max_new_tokens",
@@ -66,6 +67,11 @@ ELSEWHERE = {
     "lora_alpha": "policy.peft.alpha",
     "lora_target_modules": "policy.peft.target_modules",
     "report_to": "logger.tensorboard",
+    "use_vllm": "policy.generation.backend",
+    "vllm_gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
+    "vllm_max_model_length": "policy.generation.vllm_cfg.max_model_len",
+    "vllm_enable_sleep_mode": "policy.generation.release_memory",
     # NeMo-Aligner
     "discount_factor": "ppo.adv_estimator.gae_gamma",
     "initial_policy_kl_penalty": "loss_fn.reference_policy_kl_penalty",
@@ -102,6 +108,10 @@ ELSEWHERE = {
     "offload_adam_states": "policy.offload_optimizer",
     "peft_scheme": "policy.peft.enabled",
     "adapter_dim": "policy.peft.dim",
+    "megatron_amp_O2": "policy.param_dtype",
+    "trt_llm.enable": "policy.generation.backend",
+    "max_input_len": "policy.generation.trtllm_cfg.max_seq_len",
+    "unload_engine_train": "policy.generation.release_memory",
     "activations_checkpoint_granularity": "policy.gradient_checkpointing",
     # trlX
     "num_rollouts": "ppo.num_prompts_per_step",
@@ -137,7 +147,19 @@ ELSEWHERE = {
     "use_liger": "policy.fused_layers",
     "use_liger_kernel": "policy.fused_layers",
     "offload_optimizer_for_logprob": "policy.offload_optimizer",
+    "sequence_packing.enabled": "policy.packing",
     "train_mb_tokens": "policy.max_tokens_per_micro_batch",
+    "logprob_mb_tokens": "policy.max_tokens_per_micro_batch",
+    "dynamic_batching.enabled": "policy.max_tokens_per_micro_batch",
+    "lora_cfg.enabled": "policy.peft.enabled",
+    "vllm_cfg.precision": "policy.generation.dtype",
+    "kv_cache_dtype": "policy.generation.vllm_cfg.vllm_kwargs",
+    "trtllm_cfg.precision": "policy.generation.dtype",
+    "trtllm_cfg.gpu_memory_utilization": "policy.generation.trtllm_cfg.free_gpu_memory_fraction",
+    "trtllm_cfg.max_model_len": "policy.generation.trtllm_cfg.max_seq_len",
+    "trtllm_kwargs": "policy.generation.trtllm_cfg.kwargs",
+    "colocated.enabled": "policy.generation.release_memory",
+    "refit_buffer_size_gb": "policy.generation.refit_bucket_mb",
     "generation_batch_size": "policy.generation.max_batch_size",
     "max_input_seq_length": "data.max_prompt_length",
     "dataset_name": "data.prompts",
@@ -167,8 +189,11 @@ def suggest(key: str, known: Iterable[str]) -> list[str]:
         if key.partition(".")[0] == mine and (there := other + key[len(mine) :]) in known:
             return [there]
     last = last_part(key)
-    there = ELSEWHERE.get(last, "")
-    elsewhere = [name for name in (there, there.replace("ppo.", "reinforce.")) if name in known][:1]
+    there = ELSEWHERE.get(last_part(key, 2)) or ELSEWHERE.get(last, "")
+    meant = [there, there.replace("ppo.", "reinforce.")]
+    if key.startswith("value."):
+        meant.insert(0, there.replace("policy.", "value."))
+    elsewhere = [name for name in meant if name in known][:1]
     same = [(similarity(key, name), name) for name in known if last_part(name) == last]
     if elsewhere or same:
         return [*elsewhere, *best(same)][:MAX_SUGGESTIONS]
@@ -187,5 +212,5 @@ def similarity(a: str, b: str) -> float:
     return SequenceMatcher(None, a.lower(), b.lower()).ratio()
 
 
-def last_part(key: str) -> str:
-    return key.rsplit(".", 1)[-1]
+def last_part(key: str, parts: int = 1) -> str:
+    return ".".join(key.split(".")[-parts:])

@@ -107,6 +107,35 @@ def test_what_does_something_else_is_left_alone():
     assert "forward" not in vars(norm) and "forward" in vars(model.model.layers[0].input_layernorm)
 
 
+def test_layers_that_look_alike_are_compared_one_by_one_if_their_settings_differ():
+    model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
+    forward = lambda self, x: type(self).__base__.forward(self, x * (1 - self.sparsity))  # noqa: E731
+    odd = type("OddMLP", (type(model.model.layers[0].mlp),), {"forward": forward})
+    for layer, sparsity in zip(model.model.layers, (0.0, 0.5), strict=True):
+        layer.mlp.__class__, layer.mlp.sparsity = odd, sparsity
+    fuse_layers(model)
+    assert ["forward" in vars(layer.mlp) for layer in model.model.layers] == [True, False]
+
+
+def test_a_norm_that_wants_more_than_its_input_is_left_alone():
+    model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
+    forward = lambda self, x, gate: x * gate  # noqa: E731
+    model.model.norm = type("GatedRMSNorm", (type(model.model.norm),), {"forward": forward})(24)
+    fuse_layers(model)
+    assert "forward" not in vars(model.model.norm)
+
+
+def test_a_fused_mlp_computes_with_the_layers_that_it_has_now():
+    mlp = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE)).model.layers[0].mlp
+    holder = torch.nn.ModuleList([mlp])
+    holder.dtype, holder.device = torch.float32, torch.device("cpu")
+    fuse_layers(holder)
+    mlp.up_proj = torch.nn.Linear(24, 40)  # as adapters are put around a layer
+    x = torch.randn(2, 24)
+    assert "forward" in vars(mlp)
+    torch.testing.assert_close(mlp(x), type(mlp).forward(mlp, x))
+
+
 class TestDraw:
     def test_follows_the_distribution(self, monkeypatch):
         monkeypatch.setattr(draw_kernel, "BLOCK", 16)

@@ -1,12 +1,11 @@
 """Continuous batching on a GPU: a paged KV cache, decoding steps as CUDA graphs, waiting requests in freed places.
 
 A prompt is computed once, however many samples are asked of it; they share its full pages. All that a decoding step
-reads and writes lies on the device at fixed addresses, one row per place (`State`), so a step is one graph launch and
+reads and writes lies on the device at fixed addresses, one row per place (steps.py), so a step is one graph launch and
 the host looks at the result only every few steps: a response that has ended goes on for some steps, and what it then
-samples is not read. Graphs exist for batches of a few sizes; which places a batch serves is data.
+samples is not read.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from trainers.engines import Sampling, sample
 from trainers.engines.guarded import Deadline
 from trainers.engines.paged_attention import Decode, Prefill, use_paged_attention
 from trainers.engines.pages import PAGE, Pages, pages_for
+from trainers.engines.steps import Graphs, State
 from trainers.packed_attention import Sequences
 
 STEPS_BETWEEN_LOOKS = 8
@@ -45,26 +45,7 @@ class Place:
     request: int
     pages: list[int]
     checked: int = 0  # tokens of it that were searched for stop strings
-
-
-class State:
-    """Row i is place i; the last row belongs to nobody and fills up batches."""
-
-    def __init__(self, places: int, longest: int, width: int, vocab: int, *, seen: bool, device: torch.device):
-        rows = places + 1
-        self.longest, self.width = longest, width
-        new = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=device)  # noqa: E731
-        self.table = new(rows, width, dtype=torch.int32)
-        self.token = new(rows, dtype=torch.int64)
-        self.position = new(rows, dtype=torch.int64)  # where `token` stands
-        self.generated = new(rows, dtype=torch.int64)
-        self.active = new(rows, dtype=torch.bool)
-        self.uniforms = new(rows, longest + 1, dtype=torch.float64)
-        self.tokens = new(rows, longest + 1, dtype=torch.int64)  # a row that has ended goes on writing past its end
-        self.logprobs = new(rows, longest + 1, dtype=torch.float32)
-        self.seen = new(rows, vocab, dtype=torch.bool) if seen else None
-        self.limit = new((), dtype=torch.int64)  # tokens of a response
-        self.diverged = new((), dtype=torch.bool)
+    generated: int = 0  # at the last look
 
 
 class ContinuousBatching:
@@ -85,7 +66,8 @@ class ContinuousBatching:
         self.layout = {"layers": config.num_hidden_layers, "heads": heads, "head_dim": head_dim}
         self.pages: Pages | None = None
         self.state: State | None = None
-        self.graphs: dict[tuple[int, tuple[int, ...], Sampling], tuple[Callable[[], None], Tensor]] = {}
+        self.graphs = Graphs(places, self.device)
+        self.stops_of: dict[tuple[int, ...], Tensor] = {}  # graphs read the ids where they lie
         if self.device.type == "cuda":
             from trainers.fused_layers import fuse_layers  # triton comes with torch for GPUs alone
 
@@ -144,7 +126,10 @@ class ContinuousBatching:
             groups.setdefault(tuple(prompt), Group(tuple(prompt), deque())).waiting.append(request)
         self._reserve(prompts, sampling)
         self.sampling, self.spells_stop = sampling, spells_stop
-        self.stop_ids, self.stops = tuple(stops), torch.tensor(stops, dtype=torch.int64, device=self.device)
+        self.stop_ids = tuple(stops)
+        if self.stop_ids not in self.stops_of:
+            self.stops_of[self.stop_ids] = torch.tensor(stops, dtype=torch.int64, device=self.device)
+        self.stops = self.stops_of[self.stop_ids]
         self.running: dict[int, Place] = {}
         self.answers: dict[int, Answer] = {}
         waiting = deque(groups.values())
@@ -153,8 +138,8 @@ class ContinuousBatching:
                 deadline.check()
                 free = self.places - len(self.running)
                 # A prefill costs as much as several steps: it is worth its while for some places together.
-                if waiting and (not self.running or free >= max(self.places // 8, 1)):
-                    self._admit(waiting, seeds)
+                worthwhile = not self.running or free >= max(self.places // 8, 1)
+                if waiting and worthwhile and self._admit(waiting, seeds):
                     self._look()
                 if self.running:
                     self._decode()
@@ -168,49 +153,58 @@ class ContinuousBatching:
         return [self.answers[request] for request in range(len(prompts))]
 
     def _reserve(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Cache and state large enough for these requests; what is there stays if it is, and with it the graphs."""
-        longest = max(map(len, prompts)) + sampling.max_new_tokens
-        width, seen = pages_for(longest), sampling.repetition_penalty != 1
+        """Cache and state large enough for these requests. What is there stays if it is, or nearly, and with it the
+        graphs; what grows, grows by a quarter at least, so that this is seldom."""
+        longest, seen = sampling.max_new_tokens, sampling.repetition_penalty != 1
+        width = pages_for(max(map(len, prompts)) + longest)
+        own = [pages_for(len(prompt) + longest) - len(prompt) // PAGE for prompt in prompts]
+        shared = sorted((pages_for(len(prompt)) for prompt in set(map(tuple, prompts))), reverse=True)
+        # Beside the prompts of the running batch there may be one whose other samples wait.
+        wanted = sum(sorted(own, reverse=True)[: self.places]) + sum(shared[: self.places + 1])
+        least = max(pages + pages_for(len(prompt)) for pages, prompt in zip(own, prompts, strict=True))
+        self._reserve_pages(wanted, least)
+        state = self.state
+        if state is None or not state.holds(longest, width, seen):
+            if state is not None:  # calls of two kinds that take turns find a state that serves both
+                grown = state.width + state.width // 4 if width > state.width else state.width
+                longest, width = max(longest, state.longest), max(width, grown)
+                seen = seen or state.seen is not None
+            self.graphs.clear()
+            self.state = State(self.places, longest, width, self.vocab, seen=seen, device=self.device)
+        self.state.limit.fill_(sampling.max_new_tokens)
+        self.state.diverged.zero_()
+
+    def _reserve_pages(self, wanted: int, least: int) -> None:
+        have = 0 if self.pages is None else self.pages.count
+        if have >= wanted:
+            return
         bytes_a_page = 2 * PAGE * self.dtype.itemsize
         for size in self.layout.values():
             bytes_a_page *= size
-        totals = sorted((pages_for(len(prompt) + sampling.max_new_tokens) for prompt in prompts), reverse=True)
-        wanted = sum(totals[: self.places]) + sum(pages_for(len(prompt)) for prompt in set(map(tuple, prompts)))
-        if self.pages is None or self.pages.count < wanted:
-            if self.kv_cache_gb is not None:
-                room = int(self.kv_cache_gb * 2**30)
-            else:
-                room = int(self._free_bytes() * MEMORY_SHARE)
-            count = min(wanted, room // bytes_a_page)
-            if count < width + 1:
-                raise MemoryError(
-                    f"the KV cache has room for {max(count, 0) * PAGE} tokens, and a response with its prompt may have "
-                    f"{longest}: raise policy.generation.kv_cache_gb or lower policy.generation.max_new_tokens"
-                )
-            if self.pages is None or count > self.pages.count:
-                self.release()
-                self.pages = Pages(count, **self.layout, dtype=self.dtype, device=self.device)
-        state = self.state
-        if (
-            state is None
-            or state.longest < sampling.max_new_tokens
-            or state.width < width
-            or (seen and state.seen is None)
-        ):
+        room = self._free_bytes() * MEMORY_SHARE if self.kv_cache_gb is None else self.kv_cache_gb * 2**30
+        count = min(max(wanted, have + have // 4), int(room) // bytes_a_page)
+        if max(count, have) < least:
+            raise MemoryError(
+                f"the KV cache has room for {max(count, have) * PAGE} tokens, and a response with its prompt may need "
+                f"{least * PAGE}: raise policy.generation.kv_cache_gb or lower policy.generation.max_new_tokens"
+            )
+        if have < least or count > have + have // 8:
             self.graphs.clear()
-            self.state = State(self.places, sampling.max_new_tokens, width, self.vocab, seen=seen, device=self.device)
-        self.state.limit.fill_(sampling.max_new_tokens)
-        self.state.diverged.zero_()
+            self.pages = None  # before the new ones are made
+            self.pages = Pages(count, **self.layout, dtype=self.dtype, device=self.device)
 
     def _free_bytes(self) -> int:
         if self.device.type != "cuda":
             return 2**40
-        held = sum(x.numel() * x.element_size() for x in (self.pages.kv,)) if self.pages is not None else 0
+        held = self.pages.kv.numel() * self.pages.kv.element_size() if self.pages is not None else 0
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        # Parts of larger blocks in use: torch has them, but cannot make one large tensor of them.
+        kept -= torch.cuda.memory_stats(self.device).get("inactive_split_bytes.all.current", 0)
         return torch.cuda.mem_get_info(self.device)[0] + kept + held
 
-    def _admit(self, waiting: deque[Group], seeds: Sequence[int]) -> None:
-        """As many waiting requests as there are places and pages, siblings together; then their first token."""
+    def _admit(self, waiting: deque[Group], seeds: Sequence[int]) -> bool:
+        """As many waiting requests as there are places and pages, siblings together; then their first token. Whether
+        there was any."""
         pages = self.pages
         places = [place for place in range(self.places) if place not in self.running]
         fresh: list[Group] = []
@@ -238,7 +232,7 @@ class ContinuousBatching:
             if not group.waiting:
                 waiting.popleft()
         if not started:
-            return
+            return False
         if fresh:
             self._prefill(fresh)
         if sources:
@@ -248,6 +242,7 @@ class ContinuousBatching:
             if not group.waiting and group.pages:
                 pages.drop(group.pages)
                 group.pages, group.logits = [], None
+        return True
 
     def _prefill(self, groups: list[Group]) -> None:
         lengths = torch.tensor([len(group.prompt) for group in groups])
@@ -284,38 +279,10 @@ class ContinuousBatching:
         self._choose(torch.stack([group.logits for _, group in started]), places, self.sampling)
 
     def _decode(self) -> None:
-        """Some steps of the running batch."""
-        size = next(size for size in batch_sizes(self.places) if size >= len(self.running))
-        places = [*self.running] + [self.places] * (size - len(self.running))
-        if self.device.type == "cuda":
-            step = self._graph(size)
-            self.lanes[:size].copy_(torch.tensor(places).pin_memory(), non_blocking=True)
-        else:
-            lanes = torch.tensor(places)
-            step = lambda: self._step(lanes, self.sampling)  # noqa: E731
-        for _ in range(STEPS_BETWEEN_LOOKS):
-            step()
-
-    def _graph(self, size: int) -> Callable[[], None]:
-        # What only bounds the length, or is looked at by the host, is not in the graph.
-        sampling = dataclasses.replace(self.sampling, max_new_tokens=0, stop_strings=())
-        key = (size, self.stop_ids, sampling)
-        if key not in self.graphs:
-            if not self.graphs:
-                self.lanes = torch.empty(self.places + 1, dtype=torch.int64, device=self.device)
-                self.pool = torch.cuda.graph_pool_handle()
-            lanes = self.lanes[:size].fill_(self.places)  # nobody's row: warming up changes nothing
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    self._step(lanes, sampling)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                self._step(lanes, sampling)
-            self.graphs[key] = (graph.replay, self.stops)  # the graph reads the ids where they lie
-        return self.graphs[key][0]
+        """Some steps of the running batch, and none after the last of them has ended."""
+        left = self.sampling.max_new_tokens - min(place.generated for place in self.running.values())
+        steps = min(left, STEPS_BETWEEN_LOOKS)
+        self.graphs.run(self._step, list(self.running), self.sampling, self.stop_ids, steps)
 
     def _step(self, lanes: Tensor, sampling: Sampling) -> None:
         """The next token of the places `lanes` [N]."""
@@ -347,18 +314,19 @@ class ContinuousBatching:
 
     def _look(self) -> None:
         """Take the responses that have ended out of the batch."""
-        state, places = self.state, list(self.running)
-        rows = torch.tensor(places, device=self.device)
-        said = torch.stack([state.active[rows].long(), state.generated[rows], state.diverged.expand(len(rows)).long()])
+        state = self.state
+        said = torch.stack([state.active.long(), state.generated, state.diverged.long().expand_as(state.generated)])
         active, generated, diverged = said.tolist()
-        sample.check_finite(torch.tensor(not any(diverged)))
+        sample.check_finite(torch.tensor(not diverged[0]))
+        for place, running in self.running.items():
+            running.generated = generated[place]
         ends = {
-            place: (count, "length" if count == self.sampling.max_new_tokens else "stop")
-            for place, running, count in zip(places, active, generated, strict=True)
-            if not running
+            place: (generated[place], "length" if generated[place] == self.sampling.max_new_tokens else "stop")
+            for place in self.running
+            if not active[place]
         }
         if self.sampling.stop_strings:
-            ends |= self._search(dict(zip(places, generated, strict=True)))
+            ends |= self._search({place: generated[place] for place in self.running})
         if not ends:
             return
         rows = torch.tensor(list(ends), device=self.device)
@@ -385,11 +353,3 @@ class ContinuousBatching:
 
     def _logits(self, ids: Tensor, positions: Tensor, paged: Prefill | Decode, **options: Tensor) -> Tensor:
         return self.model(input_ids=ids, position_ids=positions, use_cache=False, paged=paged, **options).logits
-
-
-def batch_sizes(places: int) -> list[int]:
-    """For which a graph is made: powers of two, and all places."""
-    sizes = [1]
-    while sizes[-1] * 2 < places:
-        sizes.append(sizes[-1] * 2)
-    return [*sizes, places] if places > 1 else sizes

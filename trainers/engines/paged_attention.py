@@ -17,6 +17,8 @@ from trainers.packed_attention import Sequences, packed_varlen
 
 NAME = "fastppo_paged"
 REFUSED = ("s_aux", "sinks", "position_bias")
+REFUSED_ROPE = ("dynamic", "longrope")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,20 @@ def paged_attention(
             raise ValueError(f"{type(module).__name__} asks for {name}, which paged attention does not have")
     if attention_mask is not None or paged is None or not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} asks for something other than causal attention over pages")
+    if sliding_window is None and _slides(module):
+        raise ValueError(
+            f"{type(module).__name__} has a sliding window in its mask alone, and over pages there is none"
+        )
     layer, scale = int(module.layer_idx), query.shape[-1] ** -0.5 if scaling is None else scaling
+    kv = paged.pages.kv[layer]
+    heads, head_dim = kv.shape[2], kv.shape[4]
+    found = (key.shape[1], query.shape[-1], key.shape[-1], value.shape[-1])
+    if found != (heads, head_dim, head_dim, head_dim):
+        mine = f"{type(module).__name__} has {found[0]} heads of sizes {found[1:]} in layer {layer}"
+        raise ValueError(f"{mine}, and the cache {heads} of {head_dim}")
     if isinstance(paged, Decode):
         attend = _decode_triton if query.is_cuda else decode_reference
         step = [x[:, :, 0] for x in (query, key, value)]
-        kv = paged.pages.kv[layer]
         how = {"scale": scale, "window": sliding_window, "softcap": softcap}
         out = attend(*step, kv[0], kv[1], paged.table, paged.positions, **how)
         return out[:, None], None
@@ -74,6 +85,15 @@ def paged_attention(
     parts = [x.split(paged.sequences.lengths, 2) for x in heads]
     out = [_causal(*qkv, scale, sliding_window, softcap) for qkv in zip(*parts, strict=True)]
     return torch.cat(out, 2).transpose(1, 2), None
+
+
+def _slides(module: nn.Module) -> bool:
+    """Whether the model makes this layer's mask with a window, as transformers decides it."""
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return bool(types[module.layer_idx] == "sliding_attention")
+    return bool(getattr(config, "sliding_window", None))
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
@@ -129,9 +149,19 @@ def use_paged_attention(model: PreTrainedModel) -> None:
     """From now on `model` takes `paged`.
 
     Raises:
-        ValueError: an architecture whose attention transformers does not look up by name.
+        ValueError: an architecture whose attention transformers does not look up by name, or that does something else
+            over long sequences.
     """
+    name = type(model).__name__
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in REFUSED_ROPE:  # then a token's keys depend on how long other sequences are
+                raise ValueError(f"{name} has rotary embeddings of type {kind}, whose frequencies depend on the batch")
+    config = model.config.get_text_config()
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)):
+        raise ValueError(f"{name} has layers of type {others[0]}, which paged attention does not have")
     AttentionInterface.register(NAME, paged_attention)
     model.set_attn_implementation(NAME)
     if (found := model.config._attn_implementation) != NAME:
-        raise ValueError(f"{type(model).__name__} keeps to an attention of its own ({found})")
+        raise ValueError(f"{name} keeps to an attention of its own ({found})")

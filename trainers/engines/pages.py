@@ -42,8 +42,9 @@ class Pages:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Page by page, in all layers."""
-        device = self.kv.device
-        self.kv[:, :, torch.tensor(targets, device=device)] = self.kv[:, :, torch.tensor(sources, device=device)]
+        source, target = torch.tensor([sources, targets], device=self.kv.device)
+        for layer in self.kv:  # one at a time: what is read waits in memory until it is written
+            layer[:, target] = layer[:, source]
 
     def write(self, layer: int, key: Tensor, value: Tensor, page: Tensor, place: Tensor) -> None:
         """key, value [T, K, D] of tokens that go to `place` [T] of `page` [T]."""
