@@ -120,28 +120,28 @@ def on_a_gpu(folder, *overrides: str, free: int = 10**9, total: int = 2 * 10**9)
 
 
 def test_a_paged_cache_by_hand(folder):
-    # 160 tokens are 3 pages, a prompt 2: 24 x 3 + 16 x 2 = 104, and page 0. A page: 2 x 5 layers x 2 heads x 16 x 2
-    # bytes x 64 = 40,960. State of 25 rows: 3 x 4 of pages, 25, 61 x 20; logits 24 x 64 x 2. Prompts: 1,600 tokens x
-    # (8 x 96 + 3 x 256 x 2).
-    held, prompts = 105 * 40_960 + 25 * (12 + 25 + 61 * 20) + 24 * 64 * 2, 1_600 * (768 + 1_536)
+    # 160 tokens are 3 pages, a prompt 2, its full one shared: 24 x 2 + 16 x 2 = 80, and page 0. A page: 2 x 5 layers
+    # x 2 heads x 16 x 2 bytes x 64 = 40,960. State of 25 rows: 3 x 4 of pages, 25, 61 x 20; logits 24 x 64 x 2.
+    # Prompts: 1,600 tokens x (8 x 96 + 3 x 256 x 2).
+    held, prompts = 81 * 40_960 + 25 * (12 + 25 + 61 * 20) + 24 * 64 * 2, 1_600 * (768 + 1_536)
     told = on_a_gpu(folder)
     assert (told.held, told.generating) == (held, prompts)
     assert told.words == (
-        "the embedded engine, KV cache of 6,656 tokens in pages of 64: 4.3 MB, state and logits 0.0345 MB, prompts "
+        "the embedded engine, KV cache of 5,120 tokens in pages of 64: 3.32 MB, state and logits 0.0345 MB, prompts "
         "3.69 MB; held from the first rollout on"
     )
     given_back = on_a_gpu(folder, "policy.generation.release_memory=true")
     assert (given_back.held, given_back.generating) == (0, held + prompts)
     assert given_back.words.endswith("; given back while the policy trains")
-    # One turn of no more requests than places: 4 prompts x 2 x 3 pages + 4 x 2.
+    # One turn of no more requests than places: 4 prompts x 2 x 2 pages + 4 x 2.
     few = on_a_gpu(folder, "ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=2",
                    "policy.train_global_batch_size=8")  # fmt: skip
-    assert "KV cache of 2,048 tokens" in few.words
+    assert "KV cache of 1,536 tokens" in few.words
 
 
 def test_a_paged_cache_within_the_memory_there_is(folder):
     # 0.8 x 1,000,000 / 40,960 = 19.5; 0.001 x 2**30 / 40,960 = 26.2; a sequence and its prompt need 4.
-    assert "KV cache of 1,216 tokens in pages of 64: 0.819 MB, where 6,656 are wanted" in on_a_gpu(
+    assert "KV cache of 1,216 tokens in pages of 64: 0.819 MB, where 5,120 are wanted" in on_a_gpu(
         folder, free=1_000_000
     ).words  # fmt: skip
     assert "KV cache of 1,664 tokens" in on_a_gpu(folder, "policy.generation.kv_cache_gb=0.001").words

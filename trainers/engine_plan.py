@@ -62,7 +62,8 @@ def of_pages(config: TrainerConfig, model: Any, dtype: torch.dtype, free: int) -
     requests = prompts * algorithm.num_generations_per_prompt
     if config.policy.max_total_sequence_length is not None:  # dialogues: in their last turn no two begin alike
         prompts, prompt = requests, longest - generation.max_new_tokens
-    wanted = min(places, requests) * pages_for(longest) + prompts * pages_for(prompt)
+    own, shared = pages_for(longest) - prompt // PAGE, pages_for(prompt)
+    wanted = min(places, requests) * own + min(prompts, places + 1) * shared
     page = kv_cache_bytes(model, 1, PAGE, dtype)
     room = free * MEMORY_SHARE if generation.kv_cache_gb is None else generation.kv_cache_gb * GIB
     pages = max(min(wanted, int(room) // page), 0)
@@ -71,7 +72,7 @@ def of_pages(config: TrainerConfig, model: Any, dtype: torch.dtype, free: int) -
     state += places * model.vocab_size * (dtype.itemsize + (3 * 4 if generation.min_new_tokens else 0))
     prefill = layer_bytes(model, max(min(prompts * prompt, PREFILL_TOKENS), prompt), dtype)
     words = f"the embedded engine, KV cache of {pages * PAGE:,} tokens in pages of {PAGE}: {gigabytes(cache)}, "
-    if pages < pages_for(longest) + 1:
+    if pages < own + shared:
         words += f"too small for a sequence of {longest:,}, "
     elif pages < wanted:
         words += f"where {wanted * PAGE:,} are wanted, "
