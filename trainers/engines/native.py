@@ -1,8 +1,11 @@
-"""The embedded engine: batched sampling with a KV cache through transformers, in the trainer's own process.
+"""The embedded engine: sampling with a KV cache through transformers, in the trainer's own process.
+
+On a GPU sequences come and go in a running batch (continuous.py). On a CPU, and for architectures that cannot do that,
+a batch is decoded to its end: prompts are left-padded, rows that have ended leave it.
 
 Parameters whose dtype equals the policy's stored one are the policy's own tensors (a frozen trunk, or everything in
-float32), so a refit moves only the trained layers' half-precision copies, or nothing. Prompts are left-padded within a
-batch; sampling draws one uniform number per (request, position) from the request's own seed and inverts the cumulative
+float32, or with bfloat16 parameters), so a refit moves only the trained layers' half-precision copies, or nothing.
+Sampling draws one uniform number per (request, position) from the request's own seed and inverts the cumulative
 distribution, so a row's randomness does not depend on its neighbours.
 """
 
@@ -85,8 +88,8 @@ class NativeEngine(GuardedEngine):
 
     def _decode(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         device = self.model.device
-        stops = stop_ids(sampling, self.model, self.tokenizer)
-        stop_tensor = torch.tensor(stops, dtype=torch.int64, device=device)
+        ids_of_stops = stop_ids(sampling, self.model, self.tokenizer)
+        stops, stop_tensor = set(ids_of_stops), torch.tensor(ids_of_stops, dtype=torch.int64, device=device)
         uniforms = sample.uniforms(list(seeds), sampling.max_new_tokens).to(device)
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)
