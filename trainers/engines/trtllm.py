@@ -20,16 +20,15 @@ from torch import Tensor
 from trainers.config_generation import TRTLLMConfig
 from trainers.engines import Capabilities, Completion, Manifest, Sampling, stop_ids, trtllm_api
 from trainers.engines.answers import end_of, on_meta
-from trainers.engines.guarded import GuardedEngine, check_manifest
-from trainers.engines.replica import Replica
+from trainers.engines.guarded import check_manifest
+from trainers.engines.replica import Replica, ReplicaEngine
 
 T = TypeVar("T")
 ABORT_S = 10.0  # it only clears marks; an engine that hangs has used up timeout_s before
 
 
-class TRTLLMEngine(GuardedEngine):
-    """Collective over the ranks of a replica, all of which make the same calls in the same order; the leader alone
-    talks to AsyncLLM. generate() takes each rank's own prompts and gives each rank its own completions.
+class TRTLLMEngine(ReplicaEngine):
+    """The leader of the replica alone talks to AsyncLLM.
 
     Args:
         folder: Hugging Face folder (or hub id) with config and tokenizer; its weights are not read.
@@ -121,24 +120,10 @@ class TRTLLMEngine(GuardedEngine):
             devices=self.devices,
         )
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
-        if self.replica.size == 1:
-            return super().generate(prompts, sampling, seeds)
-
-        def request() -> tuple[list[list[int]], Sampling, list[int]]:
-            self._check_request(prompts, sampling, seeds)
-            return prompts, sampling, list(seeds)
-
-        # A rank without prompts takes part: others of the replica may have some.
-        requests = self.replica.together(request)
-        rows = [(row, s, seed) for part, s, theirs in requests for row, seed in zip(part, theirs, strict=True)]
-        if len({s for _, s, _ in rows}) > 1:
-            raise ValueError("the ranks of a replica must sample in one way")
-        completions = self.replica.leader_does(
-            lambda: self._generate([p for p, _, _ in rows], rows[0][1], [seed for _, _, seed in rows]) if rows else []
-        )
-        first = sum(len(part) for part, _, _ in requests[: self.replica.index])
-        return completions[first : first + len(prompts)]
+    def _generate_together(
+        self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Completion]:
+        return self.replica.leader_does(lambda: self._generate(prompts, sampling, seeds))
 
     def _generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         stops = stop_ids(sampling, self.model, self.tokenizer)

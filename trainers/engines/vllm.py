@@ -21,17 +21,16 @@ from trainers import dist
 from trainers.config_generation import VLLMConfig
 from trainers.engines import Capabilities, Completion, Manifest, Sampling, stop_ids, vllm_api, vllm_worker
 from trainers.engines.answers import end_of, on_meta
-from trainers.engines.guarded import Deadline, GuardedEngine, check_manifest
-from trainers.engines.replica import Replica
+from trainers.engines.guarded import Deadline, check_manifest
+from trainers.engines.replica import Replica, ReplicaEngine
 
 T = TypeVar("T")
 STEPS_BETWEEN_LOOKS = 16  # of ranks that have to meet for one
 TAGS = {"weights": "weights", "kv": "kv_cache"}
 
 
-class VLLMEngine(GuardedEngine):
-    """Collective over the ranks of a replica, all of which make the same calls in the same order. generate() takes
-    each rank's own prompts and gives each rank its own completions.
+class VLLMEngine(ReplicaEngine):
+    """Every rank of the replica is one of vLLM's workers, and steps with the others.
 
     Args:
         folder: Hugging Face folder (or hub id) with the model's configuration; its weights are not read.
@@ -88,25 +87,6 @@ class VLLMEngine(GuardedEngine):
             can_sleep=self.can_sleep,
             max_len=self.max_model_len,
         )
-
-    def generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
-        if self.replica.size == 1:
-            return super().generate(prompts, sampling, seeds)
-
-        def request() -> tuple[list[list[int]], Sampling, list[int]]:
-            self._check_request(prompts, sampling, seeds)
-            return prompts, sampling, list(seeds)
-
-        # A rank without prompts takes part: others of the replica may have some, and all workers must step together.
-        requests = self.replica.together(request)
-        rows = [(row, s, seed) for part, s, theirs in requests for row, seed in zip(part, theirs, strict=True)]
-        if len({s for _, s, _ in rows}) > 1:
-            raise ValueError("the ranks of a replica must sample in one way")
-        if not rows:
-            return []
-        completions = self._generate([p for p, _, _ in rows], rows[0][1], [seed for _, _, seed in rows])
-        first = sum(len(part) for part, _, _ in requests[: self.replica.index])
-        return completions[first : first + len(prompts)]
 
     def _generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
         vllm_api.check_sampling(sampling)
