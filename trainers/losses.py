@@ -78,9 +78,12 @@ def scored(
 
     What `min_new_tokens` samples: a bias of -inf deletes a column. Differentiable, and without the logits of all rows.
     """
-    options = {"temperature": temperature, "softcap": softcap, "memory": "recompute"}
-    if weight_grad_into is not None:
-        options["weight_grad_into"] = weight_grad_into
+    options = {
+        "temperature": temperature,
+        "softcap": softcap,
+        "weight_grad_into": weight_grad_into,
+        "memory": "recompute",
+    }
     if not stop_ids or not early.any():
         return fastppo.linear_logprob(hidden, weight, targets, bias=bias, **options)
     removed = weight.new_zeros(weight.shape[0]) if bias is None else bias
@@ -142,9 +145,12 @@ class PolicyLoss:
         corrected, nll = correction.type != "none", cfg.positive_example_nll_weight
         old = None if cfg.force_on_policy_ratio else rows.fields["old_logprobs"]
         advantages = rows.fields["advantages"]
-        head = {"bias": bias, "temperature": self.temperature, "softcap": self.softcap}
-        if weight_grad_into is not None:
-            head["weight_grad_into"] = weight_grad_into
+        head = {
+            "bias": bias,
+            "temperature": self.temperature,
+            "softcap": self.softcap,
+            "weight_grad_into": weight_grad_into,
+        }
         options = {
             "loss_type": cfg.type,
             "clip_eps": cfg.ratio_clip_min,

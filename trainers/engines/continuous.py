@@ -317,7 +317,7 @@ class ContinuousBatching:
         state = self.state
         said = torch.stack([state.active.long(), state.generated, state.diverged.long().expand_as(state.generated)])
         active, generated, diverged = said.tolist()
-        sample.check_finite(torch.tensor(not diverged[0]))
+        sample.check_finite(not diverged[0])
         for place, running in self.running.items():
             running.generated = generated[place]
         ends = {

@@ -123,7 +123,7 @@ class NativeEngine(GuardedEngine):
             chosen, logprob, finite = sample.choose(
                 logits, uniforms[:, i], sampling, seen=seen, stops=stop_tensor, early=early
             )
-            sample.check_finite(finite)
+            sample.check_finite(bool(finite.all()))
             checked = sampling.stop_strings if i + 1 >= sampling.min_new_tokens else ()
             keep = []
             for row, (token, lp) in enumerate(zip(chosen.tolist(), logprob.tolist(), strict=True)):

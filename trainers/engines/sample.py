@@ -79,6 +79,6 @@ def choose(
     return draw_kernel.draw(scores(logits, sampling, **masks), uniform, greedy=sampling.greedy)
 
 
-def check_finite(finite: Tensor) -> None:
-    if not bool(finite.all()):
+def check_finite(finite: bool) -> None:
+    if not finite:
         raise FloatingPointError("the policy's logits are not finite while sampling: the weights have diverged")
