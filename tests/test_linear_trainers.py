@@ -55,10 +55,11 @@ def test_no_tensor_of_tokens_times_vocabulary(monkeypatch, wide_model, dtype, lo
 def test_the_watch_sees_whole_logits(monkeypatch, wide_model):
     """The same two passes over whole logits are caught by the measure above."""
 
-    def whole(hidden, weight, targets, *, memory="auto", bias=None, **options):
+    def whole(hidden, weight, targets, *, memory="auto", bias=None, weight_grad_into=None, **options):
         return fastppo.logprob(F.linear(hidden, weight, bias), targets, **options)
 
     def whole_loss(hidden, weight, targets, old, advantages, *, temperature, softcap, num_rows, bias=None, **options):
+        assert options.pop("weight_grad_into") is None
         logprobs, entropy = whole(hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap)
         output = fastppo.ppo_loss(logprobs, old, advantages, entropy=entropy, **options)
         return fastppo.LinearLossOutput(*output, logprobs, entropy)
