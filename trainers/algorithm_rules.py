@@ -4,10 +4,8 @@ from collections.abc import Iterator
 
 from trainers.config import TrainerConfig
 from trainers.config_algorithm import IS_BOUNDS
+from trainers.config_checks import Rule
 
-Rule = tuple[
-    bool, str, str
-]  # where the condition holds, the keys ("block: name name", "block: *") have no effect, for the reason
 GROUPED = ("rloo", "grpo", "dr_grpo", "opo", "reinforce_plus_plus_baseline")  # compare a response with its siblings
 
 
@@ -152,8 +150,8 @@ def needed_rules(config: TrainerConfig) -> Iterator[str]:
     critic = config.critic
     if critic is not None and cfg.policy_training_start_step > 1 and critic.mode == "shared":
         yield (
-            f"{name}.policy_training_start_step={cfg.policy_training_start_step} needs value.mode=local: a shared "
-            "critic is trained in the policy's optimizer steps"
+            f"{name}.policy_training_start_step={cfg.policy_training_start_step} needs value.mode=local or remote: a "
+            "shared critic is trained in the policy's optimizer steps"
         )
     yield from shaping_rules(config)
 

@@ -4,26 +4,31 @@
 adjusted in place: a batch size that does not fit is an error, never rounded. Imports neither torch nor transformers.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainers import checkpointing_rules, reward_model_rules
-from trainers.algorithm_rules import Rule, needed_rules, unused_rules
+from trainers import checkpointing_rules, reward_model_rules, service_rules
+from trainers.algorithm_rules import needed_rules, unused_rules
 from trainers.batch_plan import BatchPlan, launched_ranks
-from trainers.config import TrainerConfig, walk
-from trainers.config_types import expected, fits, named, one_of, shown
+from trainers.config import TrainerConfig
+from trainers.config_checks import (
+    ConfigError,
+    Rule,
+    constant_schedule,
+    missing_decay,
+    out_of_range,
+    without_effect,
+    wrong_betas,
+    wrong_choices,
+    wrong_types,
+)
+from trainers.config_types import one_of, shown
 from trainers.environments import NAMES, has_settings, nearest
 from trainers.prompt_rows import missing
-from trainers.ranges import RANGES
 from trainers.sampling import of_validation, sampling_problems
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used; the message names the key, what was expected and what came."""
 
 
 def check(config: TrainerConfig) -> BatchPlan:
@@ -43,6 +48,8 @@ def check(config: TrainerConfig) -> BatchPlan:
             raise ConfigError("\n".join(problems))
     cfg, critic = config.algorithm, config.critic
     local = critic if critic is not None and critic.mode == "local" else None
+    remote = critic if critic is not None and critic.mode == "remote" else None
+    own = local or remote
     return BatchPlan(
         prompts=cfg.num_prompts_per_step,
         responses_per_prompt=cfg.num_generations_per_prompt,
@@ -55,10 +62,11 @@ def check(config: TrainerConfig) -> BatchPlan:
         policy_batch=config.policy.train_global_batch_size,
         policy_micro_batch=config.policy.train_micro_batch_size,
         critic=critic.mode if critic else None,
-        value_batch=local.train_global_batch_size if local else None,
+        value_batch=own.train_global_batch_size if own else None,
         value_micro_batch=local.train_micro_batch_size if local else None,
         policy_micro_tokens=config.policy.max_tokens_per_micro_batch,
         value_micro_tokens=local.max_tokens_per_micro_batch if local else None,
+        value_url=remote.url if remote else None,
     )
 
 
@@ -90,36 +98,10 @@ def check_model(config: Any, model: Any, longest_prompt: int, longest_val_prompt
             raise ConfigError(f"{what}, but the model has {positions} positions")
 
 
-def wrong_types(config: Any) -> Iterator[str]:
-    for key, field, value in walk(config):
-        if not fits(value, field):
-            yield f"{key}: expected {expected(field)}, got {named(value)}"
-
-
-def wrong_choices(config: Any) -> Iterator[str]:
-    for key, field, value in walk(config):
-        choices = field.metadata["choices"]
-        if choices and value not in choices:
-            near = difflib.get_close_matches(str(value), choices, 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            yield f"{key}={shown(value)}: expected {one_of(choices)}{hint}"
-
-
-def out_of_range(config: Any) -> Iterator[str]:
-    for key, _, value in walk(config):
-        rule = RANGES.get(re.sub("^reinforce[.]", "ppo.", key))
-        if rule is not None and value is not None:
-            words, holds = rule
-            if not math.isfinite(value) or not holds(value):
-                yield f"{key}={value}: expected a number {words}"
-
-
 def malformed(config: TrainerConfig) -> Iterator[str]:
     """Texts and lists with a form of their own."""
     for key, part in trained_parts(config):
-        optimizer = part.optimizer
-        if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
-            yield f"{key}.optimizer.betas={optimizer.betas}: expected two numbers, each >= 0 and < 1"
+        yield from wrong_betas(key, part)
     generation = config.policy.generation
     if any(token < 0 for token in generation.stop_token_ids):
         yield f"policy.generation.stop_token_ids={generation.stop_token_ids}: expected token ids >= 0"
@@ -136,7 +118,7 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
         yield "logger.run_dir is empty: expected auto or a folder"
     for key, name in [("env.name=", config.env.name), *(("env.rewards: ", name) for name in config.env.rewards)]:
         if not re.fullmatch(
-            r"sentiment|copy|lookup|math|reward_model|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", name
+            r"sentiment|copy|lookup|math|reward_model|remote|reasoning_gym:\w+|python:[\w<>]+(\.[\w<>]+)+", name
         ):
             yield f"{key}{name}: expected {one_of(NAMES)}{nearest(name.partition(':')[0], NAMES)}"
     for name, weight in config.env.rewards.items():
@@ -146,6 +128,7 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
         if source is not None and (problem := missing(source)):
             yield f"data.{key}={source}: {problem}"
     yield from reward_model_rules.malformed(config)
+    yield from service_rules.malformed(config)
     yield from checkpointing_rules.malformed(config)
     resume = config.checkpointing.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
@@ -165,6 +148,8 @@ def uneven_batches(config: TrainerConfig) -> Iterator[str]:
                 f"{cfg.num_generations_per_prompt} = {sequences} sequences a step, which "
                 f"{key}.train_global_batch_size={part.train_global_batch_size} does not divide"
             )
+        if key == "value" and part.mode == "remote":  # how it is cut is the server's
+            continue
         budget = part.max_tokens_per_micro_batch
         if budget is not None and budget < longest:
             yield f"{key}.max_tokens_per_micro_batch={budget} is less than the longest sequence: {why} tokens"
@@ -205,6 +190,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
     backend = config.policy.generation.backend
     rules: list[Rule] = [
         *unused_rules(config),
+        *service_rules.unused_rules(config),
         (backend != "trtllm", "policy.generation.trtllm_cfg: *", f"policy.generation.backend={backend}"),
         (backend != "vllm", "policy.generation.vllm_cfg: *", f"policy.generation.backend={backend}"),
         (backend != "native", "policy.generation: kv_cache_gb", f"policy.generation.backend={backend}"),
@@ -271,23 +257,9 @@ def unused(config: TrainerConfig) -> Iterator[str]:
             "checkpointing: keep_top_k",
             "checkpointing.keep_last_k=0, which keeps all",
         ),
-        *(
-            (
-                part.scheduler.name == "constant",
-                f"{key}.scheduler: decay_steps min_lr_ratio",
-                f"{key}.scheduler.name=constant",
-            )
-            for key, part in trained_parts(config)
-        ),
+        *(constant_schedule(key, part) for key, part in trained_parts(config)),
     ]
-    default = {key: value for key, _, value in walk(type(config)())}
-    now = {key: value for key, _, value in walk(config)}
-    for condition, keys, reason in rules:
-        block, names = keys.split(": ")
-        every = [key for key in now if key.startswith(f"{block}.")]
-        for key in every if names == "*" else (f"{block}.{name}" for name in names.split()):
-            if condition and key in now and now[key] != default[key]:
-                yield f"{key}={shown(now[key])} has no effect with {reason}: set it to {shown(default[key])}"
+    yield from without_effect(config, rules)
 
 
 def needed(config: TrainerConfig) -> Iterator[str]:
@@ -305,15 +277,12 @@ def needed(config: TrainerConfig) -> Iterator[str]:
     if config.data.chat_template and config.data.overlong_prompts == "truncate":
         yield "data.overlong_prompts=truncate would cut the tokens of data.chat_template=true: use drop or error"
     yield from reward_model_rules.needed(config)
+    yield from service_rules.needed(config)
     yield from checkpointing_rules.needed(config)
     for key, part in trained_parts(config):
         if part.param_dtype == "bfloat16" and config.policy.dtype == "float32":
             yield f"{key}.param_dtype=bfloat16 needs policy.dtype=bfloat16: parameters are multiplied as stored"
-        if part.scheduler.name != "constant" and part.scheduler.decay_steps is None:
-            yield (
-                f"{key}.scheduler.name={part.scheduler.name} needs {key}.scheduler.decay_steps, "
-                "the optimizer steps from the end of the warm-up to the floor"
-            )
+        yield from missing_decay(key, part)
 
 
 def engine_needs(config: TrainerConfig) -> Iterator[str]:

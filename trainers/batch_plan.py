@@ -23,6 +23,7 @@ class BatchPlan:
     value_micro_batch: int | None
     policy_micro_tokens: int | None = None  # in place of policy_micro_batch
     value_micro_tokens: int | None = None
+    value_url: str | None = None  # of a critic on a server, which cuts its micro-batches itself
 
     @property
     def sequences(self) -> int:
@@ -91,6 +92,11 @@ class BatchPlan:
                     self.value_micro_batches,
                     self.value_micro_tokens,
                 )
+            )
+        elif self.value_url:
+            lines.append(
+                f"critic    {self.epochs} x {self.sequences} / {self.value_batch} = "
+                f"{counted(self.value_steps_per_rollout, 'optimizer step')} per rollout, made by {self.value_url}"
             )
         elif self.critic:
             lines.append("critic    a head on the policy's trunk, trained in the policy's optimizer steps")

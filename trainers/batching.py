@@ -16,15 +16,20 @@ from trainers.optim import StepMetrics
 from trainers.rollout import RolloutBatch, hash64
 
 
-def minibatches(batch: RolloutBatch, size: int, *, seed: int, step: int, epoch: int) -> Iterator[RolloutBatch]:
-    """Every sequence once, in an order that depends on (seed, step, epoch) alone. Those without a trained token are
-    left out afterwards, and so are minibatches of them alone: an optimizer step on nothing would still move weights."""
+def minibatches(
+    batch: RolloutBatch, size: int, *, seed: int, step: int, epoch: int, whole: bool = False
+) -> Iterator[RolloutBatch]:
+    """This rank's part of each, or with `whole` all of it.
+
+    Every sequence once, in an order that depends on (seed, step, epoch) alone. Those without a trained token are left
+    out afterwards, and so are minibatches of them alone: an optimizer step on nothing would still move weights.
+    """
     generator = torch.Generator().manual_seed(hash64(seed, step, epoch))
     trained = batch.trained_lengths > 0
     for rows in torch.randperm(len(batch), generator=generator).split(size):
         if len(rows := rows[trained[rows]]):
             minibatch = count(batch.select(rows))
-            if dist.size() > 1:
+            if dist.size() > 1 and not whole:
                 batch.rank_imbalance.append(dist.imbalance(minibatch.lengths))
                 minibatch = part_of(minibatch, torch.tensor(dist.rows(minibatch.lengths), dtype=torch.int64))
             yield minibatch

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,13 @@ def prune(folder: Path, cfg: CheckpointingConfig) -> None:
     keep = kept(values, cfg)
     for i, path in enumerate(complete):
         if i not in keep:
+            _remove(path)
+
+
+def keep_only(folder: Path, steps: Collection[int]) -> None:
+    """Remove the checkpoints of all other steps."""
+    for path in listed(folder):
+        if int(path.name.removeprefix("step_")) not in steps:
             _remove(path)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from trainers.arithmetic import BatchPlan, ConfigError, check
+from trainers.arithmetic import ConfigError, check
 from trainers.config import PPOTrainerConfig, ReinforceTrainerConfig
 from trainers.config_help import help_text, markdown
 from trainers.config_types import one_of
@@ -35,7 +35,7 @@ FLAGS = ("--help", "-h", "--print-config", "--dry-run", "--doctor")
 @dataclass(frozen=True)
 class Arguments:
     config: Any  # an instance of the config class, checked
-    plan: BatchPlan
+    plan: Any  # what check() gave: a BatchPlan of a trainer
     print_config: bool
     dry_run: bool
     doctor: bool = False
@@ -47,7 +47,8 @@ def parse(
     *,
     prog: str,
     description: str,
-    check: Callable[[Any], BatchPlan] = check,
+    check: Callable[[Any], Any] = check,
+    load: Callable[..., Any] = load_config,
 ) -> Arguments:
     """The command line as checked settings.
 
@@ -58,7 +59,7 @@ def parse(
         raise SystemExit(0)
     with exit_on_error(prog):
         source, overrides = split_arguments(argv, known_keys(config_class))
-        config = load_config(source, overrides, config_class)
+        config = load(source, overrides, config_class)
         return Arguments(config, check(config), "--print-config" in argv, "--dry-run" in argv, "--doctor" in argv)
 
 

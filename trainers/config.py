@@ -14,8 +14,9 @@ from trainers.config_algorithm import (
     ReinforceConfig,
     ValueLossConfig,
 )
-from trainers.config_env import RewardModelConfig
+from trainers.config_env import EnvConfig
 from trainers.config_generation import GenerationConfig
+from trainers.config_remote import RemoteConfig
 from trainers.config_types import block, opt
 
 
@@ -134,9 +135,12 @@ class PolicyConfig:
 class ValueConfig:
     mode: str = opt(
         "shared",
-        "where the critic lives: a head on the policy's trunk, or a model of its own",
-        choices=("shared", "local"),
+        "where the critic lives: a head on the policy's trunk, a model of its own, or one on a server "
+        "(python -m trainers.serve_critic)",
+        choices=("shared", "local", "remote"),
     )
+    url: str | None = opt(None, "remote: the server, such as http://127.0.0.1:8900", free=True)
+    remote: RemoteConfig = block(RemoteConfig)
     model_name: str | None = opt(
         None,
         "HF folder or hub id of a local critic's backbone; of a reward model with one head, the critic's head starts "
@@ -148,7 +152,7 @@ class ValueConfig:
     num_layers_unfrozen: int = opt(
         -1, "local: train the top N decoder layers of the critic over a frozen trunk; -1: everything"
     )
-    train_global_batch_size: int = opt(8, "local: sequences per optimizer step of the critic")
+    train_global_batch_size: int = opt(8, "local, remote: sequences per optimizer step of the critic")
     train_micro_batch_size: int = opt(8, "local: sequences per forward and backward pass of the critic", free=True)
     fused_layers: bool = opt(True, "local: as policy.fused_layers")
     gradient_checkpointing: bool = opt(False, "local: as policy.gradient_checkpointing", free=True)
@@ -163,33 +167,6 @@ class ValueConfig:
     packing: bool = opt(False, "local: policy.packing for the critic's passes", free=True)
     optimizer: OptimizerConfig = block(lambda: OptimizerConfig(lr=1e-3))
     scheduler: SchedulerConfig = block(lambda: SchedulerConfig(warmup_steps=0))
-
-
-@dataclass
-class EnvConfig:
-    name: str = opt(
-        "sentiment",
-        "sentiment, copy, lookup, math, reward_model, reasoning_gym:<dataset> or python:<module>.<function or class>",
-    )
-    rewards: dict[str, float] = opt(
-        {},
-        "several rewards, named as in env.name, with their weights; the score is their weighted sum, the prompts stay "
-        "those of env.name; default: env.name alone",
-    )
-    seed: int = opt(0, "seed of generated tasks (copy, lookup, reasoning_gym)")
-    size: int = opt(512, "number of generated tasks (copy, lookup, reasoning_gym)")
-    params: dict[str, Any] = opt(
-        {},
-        "arguments of the environment: a reasoning_gym dataset's own settings, a Python class's; math: answer_key",
-    )
-    timeout_s: float | None = opt(
-        600.0, "seconds in which a reward must have scored a rollout, else the run saves and stops; null: no limit",
-        free=True,
-    )  # fmt: skip
-    constant_reward_steps: int = opt(
-        10, "warn of a reward that was the same for every response of so many rollouts in a row; 0: never", free=True
-    )
-    reward_model: RewardModelConfig = block(RewardModelConfig)
 
 
 @dataclass

@@ -18,9 +18,12 @@ EXPECTED = {
 }
 
 
-def opt(default: Any, help: str, *, choices: tuple[str, ...] | None = None, free: bool = False) -> Any:
-    """A setting: its default, its meaning, its allowed words, and whether a resumed run may change it (`free`)."""
-    metadata = {"help": help, "choices": choices, "free": free}
+def opt(
+    default: Any, help: str, *, choices: tuple[str, ...] | None = None, free: bool = False, secret: bool = False
+) -> Any:
+    """A setting: its default, its meaning, its allowed words, whether a resumed run may change it (`free`), and whether
+    it is never written down (`secret`)."""
+    metadata = {"help": help, "choices": choices, "free": free, "secret": secret}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -6,7 +6,7 @@
 
 Each step: sample responses, score them, take log-probs (policy and reference) and values, charge the KL, estimate
 advantages, then some epochs of clipped updates of critic and policy, and hand the new weights to the engine.
-What is not here: remote critics, models that no single device holds.
+What is not here: models that no single device holds.
 """
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
@@ -26,6 +26,7 @@ from trainers.rollout import RolloutBatch
 from trainers.trainer import Trainer
 from trainers.value import NoValue, Value
 from trainers.value.hf import LocalValue
+from trainers.value.remote import RemoteValue
 from trainers.value.shared import SharedValue
 
 
@@ -51,6 +52,8 @@ class PPOTrainer(Trainer):
                     with self.run.timer("update_actor"):
                         for minibatch in self.policy_minibatches(batch, policy_steps, step=step, epoch=epoch):
                             policy_steps.append(self.policy.train_step(minibatch, self.policy_loss))
+                with self.run.timer("update_critic"):  # one on a server has trained while the policy did
+                    batch.metrics |= self.value.settle()
                 self.kl.update(batch)
                 self.progress.step = step
                 moved = self.refit()
@@ -92,12 +95,19 @@ class PPOTrainer(Trainer):
         super().offload()
         self.value.offload()
 
+    def close(self) -> None:
+        super().close()
+        self.value.close()
+
     def _make_value(self, path: Path | str) -> Value:
         cfg = self.config.critic
         if cfg is None:
             return NoValue()
         if cfg.mode == "shared":
             return SharedValue(self.policy, cfg)
+        if cfg.mode == "remote":
+            tokenizer, resumed = self.policy.tokenizer, self.resumed
+            return RemoteValue(cfg, run_dir=self.run.dir, resumed=resumed, tokenizer=tokenizer)
         own = path if cfg.model_name is None else resolve_model(cfg.model_name, key="value.model_name")
         return LocalValue(
             own,

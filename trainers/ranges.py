@@ -59,6 +59,18 @@ RANGES: dict[str, Rule] = {
     "value.num_layers_unfrozen": ("-1 (everything) or >= 0", lambda x: x >= -1),
     "value.train_global_batch_size": AT_LEAST_1,
     "value.train_micro_batch_size": AT_LEAST_1,
+    **{
+        f"{part}.remote.{key}": POSITIVE
+        for part in ("value", "env")
+        for key in ("connect_timeout_s", "timeout_s", "retry_s")
+    },
+    "port": ("from 0 to 65535", lambda x: 0 <= x <= 65535),
+    "limits.max_body_mb": POSITIVE,
+    "limits.max_sequences": AT_LEAST_1,
+    "limits.max_waiting": AT_LEAST_1,
+    "limits.merged_tokens": AT_LEAST_1,
+    "infer_batch_size": AT_LEAST_1,
+    "limits.body_timeout_s": POSITIVE,
     "value.max_tokens_per_micro_batch": AT_LEAST_1,
     "loss_fn.ratio_clip_min": POSITIVE,
     "loss_fn.ratio_clip_max": POSITIVE,

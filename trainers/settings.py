@@ -11,8 +11,8 @@ from dataclasses import Field, is_dataclass
 from pathlib import Path
 from typing import Any, get_origin
 
-from trainers.arithmetic import ConfigError, wrong_choices
 from trainers.config import PPOTrainerConfig, ReinforceTrainerConfig, walk
+from trainers.config_checks import ConfigError, wrong_choices
 from trainers.config_types import base_type, expected, fits, has_type, named, one_of
 from trainers.extras import require
 from trainers.suggestions import suggest
@@ -58,14 +58,14 @@ def load_config(source: Any = None, overrides: Sequence[str] = (), config_class:
 
 
 def config_yaml(config: Any) -> str:
-    """Every setting as YAML that gives `config` when it is loaded."""
+    """Every setting as YAML that gives `config` when it is loaded, but for secrets, which are left at null."""
     tree: dict[str, Any] = {}
-    for key, _, value in walk(config):
+    for key, field, value in walk(config):
         *blocks, name = key.split(".")
         node = tree
         for part in blocks:
             node = node.setdefault(part, {})
-        node[name] = literal(value)
+        node[name] = None if field.metadata["secret"] else literal(value)
     omegaconf = require("omegaconf")
     return str(omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.create(tree)))
 

@@ -31,6 +31,7 @@ from trainers.refit import Refit
 from trainers.rollout import RolloutBatch, generate
 from trainers.run import Progress, Run, TrainingError, progress_from, training_record
 from trainers.sampling import of_validation
+from trainers.service.reach import reach
 from trainers.validation import validation_metrics, validation_rows
 
 
@@ -47,6 +48,7 @@ class Trainer:
     ):
         check(config)
         dist.start(config.cluster)
+        dist.main_does(lambda: reach(config))
         self.config, self.cfg, self.metric_fn = config, config.algorithm, metric_fn
         if config.cluster.num_threads is not None:
             torch.set_num_threads(config.cluster.num_threads)

@@ -100,6 +100,7 @@ NAMES = (
     "lookup",
     "math",
     "reward_model",
+    "remote",
     "reasoning_gym:<dataset>",
     "python:<module>.<function or class>",
 )
@@ -167,6 +168,10 @@ def _make(env: EnvConfig, key: str) -> Environment:
         from trainers.environments.reward_model import RewardModelEnvironment
 
         return RewardModelEnvironment(env.reward_model)
+    if name == "remote" and not argument:
+        from trainers.environments.remote import RemoteEnvironment
+
+        return RemoteEnvironment(env)
     if name == "reasoning_gym" and argument:
         from trainers.environments.reasoning_gym import ReasoningGymEnvironment
 

@@ -62,11 +62,13 @@ class RewardModelEnvironment:
         self._heads = self._raw([sequence_of(sample) for sample in samples])
         return ((self._heads.double() - self._mean) / self._std @ self._weights).tolist()
 
-    def metrics(self, samples: Sequence[Sample], rewards: Sequence[float]) -> dict[str, float]:
-        """Means of the heads as the model gives them, before mean and std."""
+    def metrics(self, samples: Sequence[Sample], rewards: Sequence[float], start: int = 0) -> dict[str, float]:
+        """Means of the heads as the model gives them, before mean and std; `samples` are those of the last score()
+        from `start` on."""
         if self._heads is None:
             return {}
-        return {f"env/head_{i}": float(x) for i, x in enumerate(self._heads.double().mean(0))}
+        mean = self._heads[start : start + len(samples)].double().mean(0)
+        return {f"env/head_{i}": float(x) for i, x in enumerate(mean)}
 
     @torch.no_grad()
     def _raw(self, sequences: Sequence[Sequence[int]]) -> Tensor:

@@ -28,6 +28,9 @@ class Value(Protocol):
 
     def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics: ...
 
+    def settle(self) -> dict[str, float]:
+        """Wait until every train_step() has been made and its metrics are there; what else is to be logged of them."""
+
     def offload(self) -> None:
         """Make room for generation: leave the device until the next infer() or train_step()."""
 
@@ -38,6 +41,33 @@ class Value(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BaseValue:
+    """What a critic does that computes at once and keeps nothing of its own; each kind says what is otherwise."""
+
+    wants: set[str] = set()
+
+    def minibatches(self, batch: RolloutBatch, *, seed: int, step: int, epoch: int) -> Iterator[RolloutBatch]:
+        return iter(())
+
+    def settle(self) -> dict[str, float]:
+        return {}
+
+    def offload(self) -> None: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ScalarHead(nn.Module):
@@ -54,10 +84,8 @@ class ScalarHead(nn.Module):
             return self.linear(hidden.float()).squeeze(-1)
 
 
-class NoValue:
+class NoValue(BaseValue):
     """For advantages that need no critic: nothing is inferred, trained or saved."""
-
-    wants: set[str] = set()
 
     def infer(self, batch: RolloutBatch) -> "NoValue":
         return self
@@ -65,23 +93,5 @@ class NoValue:
     def result(self) -> tuple[None, None]:
         return None, None
 
-    def minibatches(self, batch: RolloutBatch, *, seed: int, step: int, epoch: int) -> Iterator[RolloutBatch]:
-        return iter(())
-
     def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
         raise RuntimeError("there is no critic to train")
-
-    def offload(self) -> None:
-        """Nothing to move."""
-
-    def save(self, folder: Path) -> None:
-        """Nothing to write."""
-
-    def load(self, folder: Path) -> None:
-        """Nothing to read."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See save()."""

@@ -16,16 +16,14 @@ from trainers.config import ValueConfig
 from trainers.losses import SelectedRows, ValueLoss
 from trainers.optim import Optimizer, StepMetrics, add_metrics, step_all
 from trainers.rollout import RolloutBatch
-from trainers.value import ScalarHead
+from trainers.value import BaseValue, ScalarHead
 
 
-class LocalValue:
+class LocalValue(BaseValue):
     """Args: as of `HFPolicy`; score_batch: sequences of a pass that infers.
 
     From a reward model with one head (classifiers.py) the head is taken over as well, in the units of its raw scores.
     """
-
-    wants: set[str] = set()
 
     def __init__(
         self,
@@ -84,9 +82,11 @@ class LocalValue:
             parameter.data = move(parameter.data)
 
     @torch.no_grad()
-    def infer(self, batch: RolloutBatch) -> "Done":
+    def infer(self, batch: RolloutBatch, max_tokens: int | None = None) -> "Done":
+        """`max_tokens`: of a pass, where value.max_tokens_per_micro_batch does not say it."""
         self._bring_back()
-        parts = split(batch, self.score_batch, self.cfg.max_tokens_per_micro_batch, self.cfg.packing)
+        budget = self.cfg.max_tokens_per_micro_batch or max_tokens
+        parts = split(batch, self.score_batch, budget, self.cfg.packing)
         return Done(**score_parts(batch, parts, self._score))
 
     def _score(self, batch: RolloutBatch) -> dict[str, Tensor]:

@@ -1,8 +1,7 @@
-"""A critic that is a head on the policy's final hidden states, trained in the policy's own optimizer step."""
+"""A critic that is a head on the policy's final hidden states, trained in the policy's own optimizer step.
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+The head and its optimizer are part of the policy: its offloading, its checkpoints.
+"""
 
 from torch import Tensor
 
@@ -11,10 +10,10 @@ from trainers.losses import ValueLoss
 from trainers.optim import Optimizer, StepMetrics
 from trainers.policy.hf import HFPolicy
 from trainers.rollout import RolloutBatch
-from trainers.value import ScalarHead
+from trainers.value import BaseValue, ScalarHead
 
 
-class SharedValue:
+class SharedValue(BaseValue):
     wants = {"values"}
 
     def __init__(self, policy: HFPolicy, cfg: ValueConfig):
@@ -24,26 +23,8 @@ class SharedValue:
     def infer(self, batch: RolloutBatch) -> "FromScoring":
         return FromScoring(batch)
 
-    def minibatches(self, batch: RolloutBatch, *, seed: int, step: int, epoch: int) -> Iterator[RolloutBatch]:
-        return iter(())
-
     def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
         raise RuntimeError("a shared critic is trained by the policy's train_step")
-
-    def offload(self) -> None:
-        """The head's optimizer is one of the policy's, which offloads them all."""
-
-    def save(self, folder: Path) -> None:
-        """Nothing of its own: the head and its optimizer are part of the policy's state."""
-
-    def load(self, folder: Path) -> None:
-        """See save()."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See save()."""
 
 
 class FromScoring:

@@ -1,0 +1,82 @@
+"""The served reward: the environment of `env.name`, as a trainer would build it, asked about samples that were sent."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainers import dist
+from trainers.config import EnvConfig
+from trainers.environments import Environment, Prompt, RewardError, Sample
+from trainers.environments.asking import LateRewardError, ask
+from trainers.environments.reward_model import RewardModelEnvironment
+from trainers.service.messages import RewardQuery
+from trainers.service.wire import Refused
+
+
+class Scorer:
+    """Args: tokenizer: of the reward model, which reads OpenRLHF's texts; None: no model, functions read texts."""
+
+    def __init__(self, environment: Environment, env: EnvConfig, tokenizer: Any):
+        self.environment, self.env, self.tokenizer = environment, env, tokenizer
+        self.model = environment.model if isinstance(environment, RewardModelEnvironment) else None
+        # Others may compare the responses of one call, or count what they were asked.
+        self.mergeable = isinstance(environment, RewardModelEnvironment) and dist.size() == 1
+
+    def score(self, requests: Sequence[Sequence[Sample]]) -> list[tuple[list[list[float]], dict[str, float]]]:
+        """To each request: for each sample one value for its last response token or one for each, and the
+        environment's own metrics. Several requests only if `mergeable`.
+
+        Raises:
+            Refused (422): a reward that failed or is not finite; (504): one that was late.
+        """
+        samples = [sample for request in requests for sample in request]
+        mine = [samples[i] for i in dist.part(range(len(samples)))]
+        try:
+            found = [values for part in dist.together(lambda: self._ask(mine)) for values in part]
+        except LateRewardError as error:
+            raise Refused(str(error), 504) from error
+        except RewardError as error:
+            raise Refused(str(error), 422) from error
+        answers, start = [], 0
+        for request in requests:
+            values = found[start : start + len(request)]
+            answers.append((values, self._metrics(request, values, start)))
+            start += len(request)
+        return answers
+
+    def _ask(self, samples: Sequence[Sample]) -> list[list[float]]:
+        return ask(self.environment, samples, name=self.env.name, timeout_s=self.env.timeout_s) if samples else []
+
+    def _metrics(self, samples: Sequence[Sample], values: list[list[float]], start: int) -> dict[str, float]:
+        """`start`: of these samples among those that were scored together."""
+        if not samples or not hasattr(self.environment, "metrics") or dist.size() > 1:
+            return {}
+        totals = [sum(each) for each in values]
+        if isinstance(self.environment, RewardModelEnvironment):
+            return self.environment.metrics(samples, totals, start)
+        return self.environment.metrics(samples, totals)
+
+    def samples_of(self, query: RewardQuery) -> list[Sample]:
+        """OpenRLHF's texts as samples: `query`, prompt and response as one text, else `prompts` as whole texts.
+
+        Raises:
+            Refused (422): neither of them; lists of several lengths; a text of no token.
+        """
+        texts = query.query if query.query is not None else query.prompts
+        if texts is None:
+            raise Refused("expected query or prompts, a list of texts", 422)
+        count = len(texts)
+        prompts = query.prompts if query.query is not None and query.prompts is not None else [""] * count
+        labels = query.labels if query.labels is not None else [None] * count
+        for name, each in (("prompts", prompts), ("labels", labels)):
+            if len(each) != count:
+                raise Refused(f"{name}: expected {count} entries, one for each text, got {len(each)}", 422)
+        return [self._sample(*row) for row in zip(texts, prompts, labels, strict=True)]
+
+    def _sample(self, text: str, prompt: str, label: Any) -> Sample:
+        prompt = prompt if text.startswith(prompt) else ""
+        ids = [0] if self.tokenizer is None else self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise Refused(f"a text of no token cannot be scored: {text!r}", 422)
+        # A text has no tokens of the policy's: a model reads it at its last one, a function reads the text.
+        metadata = {} if label is None else {"answer": label, "label": label}
+        return Sample(Prompt(prompt, metadata), tuple(ids[:-1]), (ids[-1],), text[len(prompt) :], "stop")

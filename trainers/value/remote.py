@@ -1,0 +1,248 @@
+"""A critic on a server (`python -m trainers.serve_critic`), which computes while the policy does.
+
+Requests leave in order through one thread. `infer` and `train_step` return at once; what was asked for is awaited in
+`Pending.result()` and in `settle()`, where every failure appears.
+
+Train requests are numbered, 1, 2, ... of this run. Each is kept in <run_dir>/critic_requests/ until a save that covers
+it is acknowledged: a server that comes back at an earlier step gets the requests in between once more. A checkpoint of
+the run holds the number of the last request that it contains, and the server a checkpoint of the critic by that number.
+"""
+
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from trainers import dist
+from trainers.batching import minibatches
+from trainers.config import ValueConfig
+from trainers.losses import ValueLoss
+from trainers.optim import StepMetrics
+from trainers.rollout import RolloutBatch
+from trainers.run import TrainingError
+from trainers.service.client import FIRST_PAUSE_S, Client, ServerError
+from trainers.service.messages import packed
+from trainers.service.served import vocab_digest
+from trainers.service.wire import encode
+from trainers.service_rules import otherwise_served
+from trainers.value import BaseValue
+
+T = TypeVar("T")
+
+
+class Journal:
+    """Train requests as they were sent, by their numbers."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def add(self, number: int, body: bytes) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self._path(number).with_suffix(".partial")
+        partial.write_bytes(body)
+        os.replace(partial, self._path(number))
+
+    def read(self, number: int) -> bytes:
+        return self._path(number).read_bytes()
+
+    def drop_through(self, number: int) -> None:
+        for path in self.folder.glob("*.safetensors"):
+            if int(path.stem) <= number:
+                path.unlink()
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number}.safetensors"
+
+
+class RemoteValue(BaseValue):
+    """Under torchrun the main rank speaks, and all have its answers.
+
+    Args:
+        run_dir: of the training run.
+        resumed: the checkpoint that load() will be called with; None: a run from its beginning.
+        tokenizer: the policy's; the critic reads the ids that it wrote.
+
+    Raises:
+        TrainingError: no such server, one with another vocabulary, or one that belongs to another run.
+    """
+
+    def __init__(self, cfg: ValueConfig, *, run_dir: Path, resumed: Path | None, tokenizer: Any):
+        assert cfg.url is not None
+        self.cfg, self.run_dir = cfg, run_dir
+        self.client = Client(cfg.url, cfg.remote, key="value")
+        self.sender = ThreadPoolExecutor(1, thread_name_prefix="critic")
+        self.journal = Journal(run_dir / "critic_requests")
+        self.run = dist.main_does(lambda: uuid.uuid4().hex)
+        self.sent = 0  # number of the last train request
+        self.saved = 0  # of the last that a checkpoint of the server covers
+        self.waiting: list[tuple[Future | None, StepMetrics]] = []
+        self.seconds: dict[str, float] = {}
+        dist.main_does(lambda: self._begin(tokenizer, resumed))
+
+    def _begin(self, tokenizer: Any, resumed: Path | None) -> None:
+        self._check(tokenizer)
+        self.journal.clear()
+        if resumed is None:
+            self.client.post("load", {"run": self.run, "step": 0})
+
+    def _check(self, tokenizer: Any) -> None:
+        vocab = max(tokenizer.get_vocab().values(), default=-1) + 1
+        info = self.client.get("info", vocab=vocab)
+        if "value" not in info.get("serves", {}):
+            raise TrainingError(f"{self.client.who} serves no value model: start it with serve=value or serve=both")
+        if problems := otherwise_served(self.cfg, info["value"]):
+            raise TrainingError(
+                f"{self.client.who} serves another critic than the settings say: " + "; ".join(problems)
+            )
+        mine = vocab_digest(tokenizer, vocab)
+        if info.get("vocab_digest", mine) != mine:
+            raise TrainingError(
+                f"{self.client.who}: its model {info['serves']['value']} has another vocabulary than the policy, whose "
+                "ids it would read"
+            )
+
+    def infer(self, batch: RolloutBatch) -> "Answer":
+        body = encode({"run": self.run, "step": self.sent, "want": ["values"]}, packed(batch))
+        step = self.sent
+        return Answer(self._submit(lambda: self._timed("critic_infer", lambda: self._infer(step, body))))
+
+    def _submit(self, work: Callable[[], T]) -> Future | None:
+        return self.sender.submit(work) if dist.is_main() else None
+
+    def _timed(self, name: str, work: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = work()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        return result
+
+    def _infer(self, step: int, body: bytes) -> tuple[Tensor, Tensor]:
+        _, tensors = self._at(step, lambda: self.client.exchange("infer", body))
+        return tensors["values"], tensors["next_values"]
+
+    def minibatches(self, batch: RolloutBatch, *, seed: int, step: int, epoch: int) -> Iterator[RolloutBatch]:
+        return minibatches(batch, self.cfg.train_global_batch_size, seed=seed, step=step, epoch=epoch, whole=True)
+
+    def train_step(self, minibatch: RolloutBatch, loss: ValueLoss) -> StepMetrics:
+        """The metrics are filled in by settle()."""
+        self.sent += 1
+        number, metrics = self.sent, StepMetrics({}, {})
+        header = {"run": self.run, "id": number, "cliprange": loss.cfg.cliprange, "scale": loss.cfg.scale}
+        body = encode(header, packed(minibatch, "values", "returns")) if dist.is_main() else b""
+        future = self._submit(lambda: self._timed("critic_train", lambda: self._train(number, body)))
+        self.waiting.append((future, metrics))
+        return metrics
+
+    def _train(self, number: int, body: bytes) -> tuple[dict[str, Tensor], dict[str, float]]:
+        self.journal.add(number, body)
+        _, tensors = self._at(number - 1, lambda: self.client.exchange("train", body))
+        parts: dict[str, dict[str, Tensor]] = {"sums": {}, "optimizer": {}}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            parts[kind][rest] = tensor
+        return parts["sums"], {name: float(value) for name, value in parts["optimizer"].items()}
+
+    def _at(self, step: int, ask: Callable[[], T]) -> T:
+        """What `ask` gives when the critic is at `step`. One that is behind, since its server has started again from a
+        checkpoint, gets what it lacks."""
+        start = time.monotonic()
+        while True:
+            try:
+                return ask()
+            except ServerError as error:
+                if error.status != 409 or time.monotonic() - start > self.cfg.remote.retry_s:
+                    raise
+                self._bring_to(step, error)
+                time.sleep(FIRST_PAUSE_S)
+
+    def _bring_to(self, step: int, error: ServerError) -> None:
+        there, run = error.facts.get("step"), error.facts.get("run")
+        if run is None:  # the server came back without a checkpoint, or never had one
+            self.client.post("load", {"run": self.run, "step": self.saved})
+            there = self.saved
+        elif run != self.run or not isinstance(there, int) or there > step:
+            raise error
+        if there < self.saved:
+            raise TrainingError(
+                f"{self.client.who} is back at step {there} of this run, though it has saved step {self.saved}: what "
+                "lies between is kept nowhere. Start it with the run_dir that it had"
+            ) from error
+        for number in range(there + 1, step + 1):
+            self.client.exchange("train", self.journal.read(number))
+
+    def settle(self) -> dict[str, float]:
+        """Wait for every train_step; the seconds that the server took to infer and to train."""
+        waiting, self.waiting = self.waiting, []
+        answers = dist.main_does(lambda: [future.result() for future, _ in waiting if future is not None])
+        for (_, metrics), (sums, optimizer) in zip(waiting, answers, strict=True):
+            metrics.sums.update(sums)
+            metrics.optimizers["critic"] = optimizer
+        seconds, self.seconds = self.seconds, {}
+        return dist.main_does(lambda: {f"timing_s/{name}": value for name, value in seconds.items()})
+
+    def save(self, folder: Path) -> None:
+        """Have the server save; `folder` gets the number by which it is found again. Called on the main rank alone."""
+        keep = [known["step"] for known in self._checkpoints() if known["run"] == self.run]
+        request = {"run": self.run, "step": self.sent, "keep": keep}
+        self.sender.submit(lambda: self._at(self.sent, lambda: self.client.post("save", request))).result()
+        self.saved = self.sent
+        self.journal.drop_through(self.saved)
+        folder.mkdir()
+        facts = {"run": self.run, "step": self.sent, "url": self.cfg.url}
+        (folder / "remote.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+    def _checkpoints(self) -> list[dict[str, Any]]:
+        """What this run's checkpoints say of the critic that belongs to them."""
+        return [json.loads(path.read_text()) for path in self.run_dir.glob("checkpoints/step_*/critic/remote.json")]
+
+    def load(self, folder: Path) -> None:
+        """The critic that the checkpoint was saved with. A run that branches off another's gets a copy of its own.
+
+        Raises:
+            TrainingError: the server has no such checkpoint.
+        """
+        known = json.loads((folder / "remote.json").read_text())
+        if folder.parent.parent.parent.resolve() == self.run_dir.resolve():
+            self.run = known["run"]
+        self.sent = self.saved = known["step"]
+        request = {"run": self.run, "step": self.sent, "source": known["run"]}
+
+        def claim() -> None:
+            try:
+                self.client.post("load", request)
+            except ServerError as error:
+                raise TrainingError(
+                    f"cannot resume {folder.parent}, which belongs to step {self.sent} of the critic of run "
+                    f"{known['run']}: {error}"
+                ) from error
+
+        dist.main_does(claim)
+
+    def close(self) -> None:
+        """Another run may have the critic."""
+        self.sender.shutdown(wait=True, cancel_futures=True)
+        if dist.is_main():
+            try:
+                self.client.http.post(f"{self.client.url}/release", json={"run": self.run}, timeout=5.0)
+            except Exception as error:  # the run is over; it must not fail for this
+                print(f"warning: {self.client.who} was not told that the run is over: {error}", flush=True)
+            self.client.close()
+
+
+class Answer:
+    """Values on their way."""
+
+    def __init__(self, future: Future | None):
+        self.future = future  # None on the other ranks
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        return dist.main_does(lambda: self.future.result() if self.future else None)
