@@ -187,7 +187,7 @@ class RemoteValue(BaseValue):
             metrics.sums.update(sums)
             metrics.optimizers["critic"] = optimizer
         seconds, self.seconds = self.seconds, {}
-        return dist.main_does(lambda: {f"timing_s/{name}": value for name, value in seconds.items()})
+        return dist.main_does(lambda: {f"perf/{name}_time": value for name, value in seconds.items()})
 
     def save(self, folder: Path) -> None:
         """Have the server save; `folder` gets the number by which it is found again. Called on the main rank alone."""
