@@ -228,6 +228,26 @@ def test_train_requests_are_numbered(server):
     client.close()
 
 
+def test_a_checkpoint_that_cannot_be_written_costs_that_checkpoint(server, tmp_path, capsys):
+    """The run goes on, as it does when its own disk is full, and so does the server."""
+    trainer = PPOTrainer(small(tmp_path, server.url))
+    (server.folder / "critic").mkdir(exist_ok=True)
+    in_the_way = server.folder / "critic" / trainer.value.run
+    in_the_way.write_text("")
+    fit_log = trainer.log
+
+    def log(*arguments):
+        fit_log(*arguments)
+        if trainer.progress.step == 3:
+            in_the_way.unlink()
+
+    trainer.log = log
+    trainer.fit()
+    trainer.close()
+    assert "step 2 was not saved, training goes on: " in capsys.readouterr().out
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_4", "step_6"]
+
+
 def test_an_answer_says_at_which_step(server):
     client = Client(server.url, RemoteConfig(), key="value")
     client.post("load", {"run": "r", "step": 0})

@@ -121,6 +121,7 @@ class Server:
             ssl_certfile=tls.certfile,
             ssl_keyfile=tls.keyfile,
             timeout_graceful_shutdown=5,
+            timeout_keep_alive=75,  # longer than clients keep a connection, so that they are the ones to end it
         )
 
     @property

@@ -130,10 +130,16 @@ class Critic:
         return self.answers[number]
 
     def save(self, request: SaveRequest) -> None:
-        """Write the checkpoint of this very step, whole or not at all, then let go of those that are not wanted."""
+        """Write the checkpoint of this very step, whole or not at all, then let go of those that are not wanted.
+
+        Raises:
+            Refused (507): it cannot be written.
+        """
         self.check_at(request.run, request.step)
-        assert self.run is not None
-        dist.main_does(lambda: self._save(set(request.keep)))
+        try:
+            dist.main_does(lambda: self._save(set(request.keep)))
+        except OSError as error:
+            raise Refused(f"the checkpoint of step {request.step} was not written: {error}", 507) from error
 
     def _save(self, keep: set[int]) -> None:
         assert self.run is not None
