@@ -323,6 +323,7 @@ def test_settings_that_do_not_go_together(settings, message):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_killed_every_ten_steps_of_fifty(tmp_path):
     """kill -9 of the server after steps 10, 20, 30 and 40, whatever it does then; its supervisor starts it again."""
     steps = {"ppo__max_num_steps": 50, "checkpointing__save_period": 4}
