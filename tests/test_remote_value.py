@@ -18,12 +18,15 @@ from tests import tiny
 from tests.served import ServerProcess, Supervisor
 from tests.test_dist import ENVIRONMENT, metrics, torchrun
 from trainers.arithmetic import ConfigError, check
+from trainers.config import ValueConfig
 from trainers.config_remote import RemoteConfig
 from trainers.ppo import PPOTrainer
 from trainers.run import TrainingError
 from trainers.service.client import Client, ServerError
-from trainers.service.messages import packed
-from trainers.service.wire import decode, encode
+from trainers.service.critic import Critic
+from trainers.service.messages import LoadRequest, SaveRequest, TrainHeader, packed
+from trainers.service.wire import Refused, decode, encode
+from trainers.value.hf import LocalValue
 from trainers.value.remote import RemoteValue
 
 TIMES = ("time", "timing_s/", "perf/throughput", "perf/time_per_step", "perf/max_memory", "perf/critic_")
@@ -247,6 +250,26 @@ def test_a_checkpoint_that_cannot_be_written_costs_that_checkpoint(server, tmp_p
     trainer.close()
     assert "step 2 was not saved, training goes on: " in capsys.readouterr().out
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_4", "step_6"]
+
+
+def test_a_critic_is_not_trained_on_with_other_settings(tmp_path):
+    """A server that is started again with another learning rate does not take up the critic."""
+
+    def critic(**facts: object) -> Critic:
+        cpu = {"device": torch.device("cpu"), "dtype": torch.float32}
+        cfg = ValueConfig(mode="local")
+        return Critic(lambda: LocalValue(tiny.tiny_model(), cfg, score_batch=8, **cpu), tmp_path, facts)
+
+    first = critic(lr=0.003, dtype="float32")
+    first.load(LoadRequest(run="r", step=0))
+    answer = first.train(TrainHeader(run="r", id=1), "digest", tiny.rollout())
+    first.save(SaveRequest(run="r", step=1))
+    again = critic(lr=0.003, dtype="float32")
+    assert (again.run, again.step) == ("r", 1)
+    repeated = again.train(TrainHeader(run="r", id=1), "digest", tiny.rollout())  # answered from the checkpoint
+    assert torch.equal(repeated.sums["critic"], answer.sums["critic"])
+    with pytest.raises(Refused, match=r"step_1 was made with lr=0.003, here it is 0.1"):
+        critic(lr=0.1, dtype="float32")
 
 
 def test_an_answer_says_at_which_step(server):
