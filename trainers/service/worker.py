@@ -241,7 +241,7 @@ class Worker:
 
 
 def leaves_doubt(error: BaseException) -> bool:
-    """Whether nothing can be computed any more in this process: ranks have parted, or the device's context is broken."""
+    """Whether nothing can be computed any more in this process: ranks have parted, or the device is broken."""
     if isinstance(error, Refused):
         return False
     parted, broken = dist.size() > 1, isinstance(error, RuntimeError) and "CUDA error" in str(error)
