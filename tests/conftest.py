@@ -13,12 +13,17 @@ import torch
 
 torch.set_num_threads(1)
 
+# A pytest that a test starts is neither a worker of this one nor has its options.
+for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
+    os.environ.pop(name, None)
+
 
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # All that torch.manual_seed does without a GPU, except that it notes a traceback for the day when there is one.
+    torch.manual_seed(0) if torch.cuda.is_available() else torch.default_generator.manual_seed(0)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
