@@ -1,5 +1,6 @@
 """What every test shares: one thread a process, fixed seeds, no network, and the reason why a gpu test is skipped."""
 
+import multiprocessing
 import os
 import random
 
@@ -16,6 +17,10 @@ torch.set_num_threads(1)
 # A pytest that a test starts is neither a worker of this one nor has its options.
 for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
     os.environ.pop(name, None)
+
+
+# Ranks of a test are forks of one process that has imported what takes seconds, and has no threads.
+multiprocessing.set_forkserver_preload(["torch._dynamo", "fastppo", "hypothesis", "pytest"])
 
 
 @pytest.fixture(autouse=True)

@@ -533,7 +533,9 @@ def whiten_on_rank(rank: int, world: int, folder: str) -> None:
 
 def test_whitening_over_ranks_is_whitening_of_all(tmp_path: Path) -> None:
     world = 3
-    torch.multiprocessing.spawn(whiten_on_rank, args=(world, str(tmp_path)), nprocs=world)
+    torch.multiprocessing.start_processes(
+        whiten_on_rank, args=(world, str(tmp_path)), nprocs=world, start_method="forkserver"
+    )
     xs, masks, ours, theirs = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(world)), strict=True)
     torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
