@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._patch_lang_tensor = patch_for_numpy
 
     # At every call, of a kernel's functions too, it lists all of triton.language to find what it has not replaced yet,
-    # which was half of the time. The names are always the same.
+    # which was a third of the time. The names are always the same.
     is_builtin = interpreter.tl.core.is_builtin
 
     @functools.cache
