@@ -104,6 +104,8 @@ class Server:
         thread.start()
         while not http.started and thread.is_alive():
             time.sleep(0.01)
+        if not http.started:
+            raise RuntimeError("no request can be taken: see above")
         print(f"serving   {self.describe()} on {self.url}", flush=True)
         try:
             self.worker.run()
@@ -118,8 +120,9 @@ class Server:
             app,
             log_level="warning",
             access_log=False,
-            ssl_certfile=tls.certfile,
-            ssl_keyfile=tls.keyfile,
+            ssl_certfile=tls.certfile and Path(tls.certfile).expanduser(),
+            ssl_keyfile=tls.keyfile and Path(tls.keyfile).expanduser(),
+            timeout_keep_alive=30,  # longer than clients keep an idle connection: none sends into one that closes
             timeout_graceful_shutdown=5,
         )
 

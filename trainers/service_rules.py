@@ -2,6 +2,7 @@
 asks, and of `python -m trainers.serve_critic`."""
 
 import os
+import ssl
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -11,7 +12,7 @@ from urllib.parse import urlsplit
 from trainers.config import TrainerConfig, ValueConfig, walk
 from trainers.config_checks import Rule, constant_schedule
 from trainers.config_remote import TOKEN_VARIABLE
-from trainers.config_service import ServeConfig
+from trainers.config_service import ServeConfig, TLSConfig
 from trainers.config_types import shown
 
 REMOTE = "remote"  # as a value of env.name and env.rewards
@@ -112,6 +113,16 @@ def is_own_address(host: str) -> bool:
         return False
 
 
+def _unfit(tls: TLSConfig) -> Iterator[str]:
+    if tls.certfile is None or tls.keyfile is None:
+        return
+    try:
+        files = (Path(path).expanduser() for path in (tls.certfile, tls.keyfile))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files, password="")  # "": no prompt for one
+    except (OSError, ssl.SSLError) as error:
+        yield f"tls.certfile={tls.certfile} with tls.keyfile={tls.keyfile}: {error}"
+
+
 def served_unused(config: ServeConfig) -> list[Rule]:
     """Settings of the trainers' blocks that mean nothing to a server. Those of a part that is not served are let be."""
     asked = "python -m trainers.serve_critic: the trainer that asks decides it"
@@ -140,6 +151,9 @@ def served_needed(config: ServeConfig) -> Iterator[str]:
     for key, path in (("certfile", tls.certfile), ("keyfile", tls.keyfile)):
         if path is not None and not Path(path).expanduser().is_file():
             yield f"tls.{key}={path}: there is no such file"
+            break
+    else:
+        yield from _unfit(tls)
     if config.serve != "value":
         if gives_rewards(config.env):
             yield f"env.name={config.env.name}: a server does not ask another one"
