@@ -736,6 +736,34 @@ class TestPages:
         assert {route for route, _ in total} <= self.ROUTES | {"docs", "openapi.json", "get_reward", "other"}
 
 
+class TestSamples:
+    """What a reward is told beside the ids, of one sequence of four tokens, two of them sampled."""
+
+    @pytest.mark.parametrize(
+        "changed, reason",
+        [
+            ({"prompt_tokens": 5}, "prompt and messages do not make up its 4 tokens"),
+            ({"prompt_tokens": 2**40}, "do not make up its 4 tokens"),  # nor is anything made that large
+            ({"prompt_tokens": 1}, "is not what mask says"),
+            ({"messages": [{"author": "policy", "tokens": 3, "text": ""}]}, "do not make up its 4 tokens"),
+            ({"messages": [{"author": "environment", "tokens": 2, "text": ""}]}, "is not what mask says"),
+            ({"prompt_tokens": -1}, "samples.0.prompt_tokens: "),
+            ({"messages": [{"author": "user", "tokens": 2, "text": ""}]}, "samples.0.messages.0.author: "),
+            ({"finish": "length "}, "samples.0.finish: "),
+            ({"reward": "1"}, "samples.0.reward: "),
+        ],
+    )
+    def test_refused(self, changed, reason):
+        sample = {"prompt": {"text": "a"}, "prompt_tokens": 2, "response": "b", "finish": "stop"}
+        batch = messages.sequences(bodies.tensors(bodies.ROWS[:1]), vocab_size=16, longest=None, most=1)
+        (good,) = messages.unpack_samples(batch, messages.parse(messages.InferHeader, {"samples": [sample]}).samples)
+        assert good.prompt_ids == (0, 3) and good.response_ids == (4, 5)
+        with pytest.raises(Refused) as refused:
+            header = messages.parse(messages.InferHeader, {"samples": [sample | changed]})
+            messages.unpack_samples(batch, header.samples)
+        assert refused.value.status == 422 and reason in str(refused.value)
+
+
 def test_an_error_of_the_server_says_what_but_not_where(caplog):
     error = RuntimeError("no memory\nException raised from f at /somewhere/x.h:1\nframe #0")
     answer = service_app.answer_refused(service_app.failure(error))

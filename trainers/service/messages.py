@@ -242,7 +242,7 @@ def unpack_samples(batch: RolloutBatch, headers: Iterable[SampleHeader]) -> list
         ids, mask = batch.tokens[start:stop].tolist(), batch.mask[start:stop].tolist()
         lengths = [m.tokens for m in header.messages] or [len(ids) - header.prompt_tokens]
         authors = [m.author for m in header.messages] or ["policy"]
-        if header.prompt_tokens + sum(lengths) != len(ids):
+        if min(lengths) < 0 or header.prompt_tokens + sum(lengths) != len(ids):
             raise Refused(f"samples.{row}: prompt and messages do not make up its {len(ids)} tokens", 422)
         at, messages, told = header.prompt_tokens, [], [False] * header.prompt_tokens
         for i, (author, length) in enumerate(zip(authors, lengths, strict=True)):
