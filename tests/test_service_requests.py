@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
+import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import bodies
@@ -26,6 +27,7 @@ from trainers.service import app as service_app
 from trainers.service import messages
 from trainers.service.app import Gate, from_elsewhere
 from trainers.service.client import Client, ServerError
+from trainers.service.connections import connections
 from trainers.service.launch import launch
 from trainers.service.wire import Refused, decode, loads
 from trainers.service.worker import Inference, Worker
@@ -376,6 +378,34 @@ class TestTransport:
         )
         assert status == 413 and "limits.max_body_mb" in text
 
+    def test_connections_that_ask_for_nothing_end(self, server, trusting, http):
+        """Neither silence, nor a head that does not end, nor the rest of a refused body keeps one."""
+        unread = head("infer", f"Content-Length: {10**12}")
+        wires = [connect(server, trusting) for _ in range(4)]
+        wires[1].sendall(head()[:40])
+        wires[2].sendall(unread)
+        wires[3].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # kept by uvicorn, for 30 seconds
+        start = time.monotonic()
+        ended: dict[int, float] = {}
+        while len(ended) < 3 and time.monotonic() - start < 10:
+            for i, wire in enumerate(wires):
+                if i in ended:
+                    continue
+                wire.settimeout(0.05)
+                try:
+                    if i in (1, 2):
+                        wire.sendall(b"x")
+                    if wire.recv(4096) == b"":
+                        ended[i] = time.monotonic() - start
+                except TimeoutError:
+                    pass
+                except OSError:
+                    ended[i] = time.monotonic() - start
+        assert sorted(ended) == [0, 1, 2] and all(0.3 < seconds < 8 for seconds in ended.values()), ended
+        for wire in wires:
+            wire.close()
+        assert http.get("/health").status_code == 200
+
     def test_no_http(self, server, trusting):
         for noise in (b"\0" * 100 + b"\r\n\r\n", b"GET\r\n\r\n", head("infer", "X: " + "y" * 100_000)):
             assert spoken(server, trusting, noise)[0] == 400
@@ -387,6 +417,49 @@ class TestTransport:
         with pytest.raises(ServerError, match=r"refused the request \(413\): .*limits.max_body_mb"):
             client.exchange("infer", bytes(5 * MOST_MB * 10**6))
         client.close()
+
+
+def test_connections_beyond_the_most_end_at_once():
+    async def nothing(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    protocol = connections(60.0)
+    protocol.most = 2
+    config = uvicorn.Config(nothing, http=protocol, lifespan="off", log_level="warning")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        service = uvicorn.Server(config)
+        thread = threading.Thread(target=service.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        ask = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+        def opened() -> socket.socket:
+            return socket.create_connection(listening.getsockname(), timeout=10)
+
+        def status(wire: socket.socket) -> bytes:
+            wire.sendall(ask)
+            return wire.recv(4096)[9:12]
+
+        first, second = opened(), opened()
+        assert status(first) == status(second) == b"204"
+        third = opened()
+        assert third.recv(1) == b""
+        assert status(first) == b"204"
+        first.close()
+        deadline = time.monotonic() + 10
+        while True:  # until the server has seen it leave
+            fourth = opened()
+            try:
+                if status(fourth) == b"204":
+                    break
+            except OSError:
+                pass
+            assert time.monotonic() < deadline
+            fourth.close()
+        for wire in (second, third, fourth):
+            wire.close()
+        service.should_exit = True
+        thread.join(timeout=10)
 
 
 class TestToken:

@@ -35,6 +35,7 @@ from trainers.environments import Environment, make_environment
 from trainers.models import resolve_model
 from trainers.reward_model_rules import is_used
 from trainers.service.app import make_app
+from trainers.service.connections import connections
 from trainers.service.critic import Critic, dtypes_of
 from trainers.service.scorer import Scorer
 from trainers.service.served import Served
@@ -118,6 +119,8 @@ class Server:
         app = make_app(self.served, self.worker, token=token_of(config.token), limits=config.limits)
         return uvicorn.Config(
             app,
+            http=connections(config.limits.body_timeout_s),
+            backlog=128,  # asyncio accepts as many at a time, and each needs a file
             log_level="warning",
             access_log=False,
             ssl_certfile=tls.certfile and Path(tls.certfile).expanduser(),
