@@ -1,6 +1,7 @@
 """What a critic server makes of every request that it might get: refused with a reason and without a trace, or answered
 with numbers that do not depend on what else was asked."""
 
+import asyncio
 import hmac
 import json
 import re
@@ -11,6 +12,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -496,6 +498,14 @@ class TestToken:
             assert (found and found.status) == status
         assert compared == [(given, b"Bearer right") for given in (b"Bearer right", b"Bearer wrong", b"\xff")]
 
+    @pytest.mark.parametrize("token", ["caf\u00e9", "sesame\n", " sesame", "sesame ", "open\tsesame", ""])
+    def test_must_fit_into_a_header(self, token, capsys):
+        with pytest.raises(SystemExit) as ended:
+            launch("", ["config=ppo_copy", f"token={json.dumps(token)}"])
+        message = capsys.readouterr().err
+        assert ended.value.code == 2 and "error: token " in message
+        assert "sesame" not in message and "caf" not in message  # a secret
+
     def test_another_address_needs_one(self, monkeypatch, capsys):
         monkeypatch.delenv("FASTPPO_TOKEN", raising=False)
         opened = []
@@ -841,6 +851,34 @@ def test_an_error_of_the_server_says_what_but_not_where(caplog):
     error = RuntimeError("no memory\nException raised from f at /somewhere/x.h:1\nframe #0")
     answer = service_app.answer_refused(service_app.failure(error))
     assert answer.status_code == 500 and loads(answer.body) == {"error": "RuntimeError: no memory"}
+
+
+@pytest.mark.parametrize(
+    "ending, status, reason",
+    [(None, 503, "the server is ending"), (KeyError("x"), 500, "KeyError: 'x'")],
+)
+def test_what_ends_a_request_is_an_answer(ending, status, reason):
+    """Cancelled, as when the server ends: the client is told to come back. Another mistake is not the client's."""
+    sent = []
+
+    async def app(scope, receive, send):
+        if ending is not None:
+            raise ending
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    async def cancelled() -> None:
+        served = SimpleNamespace(critic=None)
+        gate = Gate(app, None, LimitsConfig(), service_app.Metrics(served, SimpleNamespace(waiting=0)))
+        request = asyncio.create_task(gate({"type": "http", "path": "/infer", "headers": []}, None, send))
+        await asyncio.sleep(0)
+        request.cancel()
+        await request
+
+    asyncio.run(cancelled())
+    assert sent[0]["status"] == status and loads(sent[1]["body"]) == {"error": reason}
 
 
 def test_sigterm_ends_a_train_request_first(http, server, certificate):

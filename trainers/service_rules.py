@@ -16,6 +16,7 @@ from trainers.config_service import ServeConfig, TLSConfig
 from trainers.config_types import shown
 
 REMOTE = "remote"  # as a value of env.name and env.rewards
+UNFIT = "travels in a header: expected printable ASCII characters, and no space at either end"
 # Beside its optimizer and scheduler what a critic's server decides; a trainer that sets one must set it alike.
 SERVED = (
     *("model_name", "param_dtype", "num_layers_unfrozen", "train_micro_batch_size", "fused_layers"),
@@ -66,6 +67,8 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
             yield f"{key}.url={part.url}: {problem}"
         if part.remote.ca_file is not None and not Path(part.remote.ca_file).expanduser().is_file():
             yield f"{key}.remote.ca_file={part.remote.ca_file}: there is no such file"
+        if part.url is not None and not fits_header(token_of(part.remote.token)):
+            yield f"{key}.remote.token {UNFIT}"
 
 
 def wrong_url(url: str, *, path: bool) -> str | None:
@@ -101,6 +104,10 @@ def needed(config: TrainerConfig) -> Iterator[str]:
 
 def token_of(given: str | None) -> str | None:
     return given if given is not None else os.environ.get(TOKEN_VARIABLE) or None
+
+
+def fits_header(token: str | None) -> bool:
+    return token is None or (token.isascii() and token.isprintable() and token == token.strip())
 
 
 def is_own_address(host: str) -> bool:
@@ -165,3 +172,5 @@ def served_needed(config: ServeConfig) -> Iterator[str]:
         yield "run_dir is empty: expected a folder"
     if token_of(config.token) == "":
         yield "token is empty"
+    if not fits_header(token_of(config.token)):
+        yield f"token {UNFIT}"

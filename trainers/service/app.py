@@ -99,6 +99,10 @@ class Gate:
                 await self.app(scope, self._limited(receive), seen)
             else:
                 await answer_refused(refused)(scope, receive, seen)
+        except asyncio.CancelledError:  # the server ends, and the body has not arrived yet
+            if status:
+                raise
+            await answer_refused(Refused("the server is ending", 503))(scope, receive, seen)
         except Exception as error:
             logger.exception("%s failed", route, exc_info=error)
             if status:  # the answer has begun: its connection ends
