@@ -243,6 +243,25 @@ JSON = {
 }
 
 
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (messages.InferHeader, {"want": [1, 2]}),
+        (messages.InferHeader, {"samples": [1, 2]}),
+        (messages.SaveRequest, {"run": "a", "step": 0, "keep": [True, False]}),
+        (messages.PromptHeader, {"text": "", "ids": ["1", "2"]}),
+        (messages.PromptHeader, {"text": "", "messages": [1, 2]}),
+        (messages.RewardQuery, {"query": [1, 2]}),
+        (messages.RewardQuery, {"prompts": [1, 2]}),
+    ],
+)
+def test_the_first_mistake_of_a_list_is_the_last_looked_at(model, message):
+    """A million of them, each with its own words, would be a small body and a full memory."""
+    with pytest.raises(Refused) as refused:
+        messages.parse(model, message)
+    assert ".0: " in str(refused.value) and ".1: " not in str(refused.value)
+
+
 def refused(answer: httpx.Response, status: int, reason: str) -> None:
     error = answer.json()["error"]
     assert answer.status_code == status and reason in error, (answer.status_code, error)
