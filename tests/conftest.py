@@ -1,5 +1,6 @@
 """What every test shares: one thread a process, fixed seeds, no network, and the reason why a gpu test is skipped."""
 
+import multiprocessing
 import os
 import random
 
@@ -13,12 +14,21 @@ import torch
 
 torch.set_num_threads(1)
 
+# A pytest that a test starts is neither a worker of this one nor has its options.
+for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
+    os.environ.pop(name, None)
+
+
+# Ranks of a test are forks of one process that has imported what takes seconds, and has no threads.
+multiprocessing.set_forkserver_preload(["torch._dynamo", "fastppo", "hypothesis", "pytest"])
+
 
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # All that torch.manual_seed does without a GPU, except that it notes a traceback for the day when there is one.
+    torch.manual_seed(0) if torch.cuda.is_available() else torch.default_generator.manual_seed(0)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

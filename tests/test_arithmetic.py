@@ -8,6 +8,7 @@ import pytest
 from trainers.arithmetic import ConfigError, check
 from trainers.cli import load_config
 from trainers.config import PPOTrainerConfig, walk
+from trainers.config_service import ServeConfig
 from trainers.config_types import base_type
 from trainers.ranges import RANGES
 
@@ -204,7 +205,8 @@ class TestRanges:
         accepted(f"{key}={value}")
 
     def test_every_number_has_a_range(self):
-        numbers = {key for key, field, _ in walk(PPOTrainerConfig()) if base_type(field)[0] in (int, float)}
+        leaves = [*walk(PPOTrainerConfig()), *walk(ServeConfig())]
+        numbers = {key for key, field, _ in leaves if base_type(field)[0] in (int, float)}
         assert numbers == set(RANGES)
 
     def test_the_message(self):
@@ -212,8 +214,8 @@ class TestRanges:
             "policy.generation.temperature=0.0: expected a number > 0"
         )
         assert refused("env.name=sentimant") == (
-            "env.name=sentimant: expected sentiment, copy, lookup, math, reward_model, reasoning_gym:<dataset> or "
-            "python:<module>.<function or class>; did you mean sentiment?"
+            "env.name=sentimant: expected sentiment, copy, lookup, math, reward_model, remote, reasoning_gym:<dataset> "
+            "or python:<module>.<function or class>; did you mean sentiment?"
         )
 
     def test_gmpo_bounds_the_log_ratio(self):

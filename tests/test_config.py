@@ -14,6 +14,7 @@ from trainers.arithmetic import ConfigError, check
 from trainers.cli import compare_for_resume, config_yaml, load_config, parse, save_config
 from trainers.config import OptimizerConfig, PPOConfig, PPOTrainerConfig, ReinforceTrainerConfig, block, opt, walk
 from trainers.config_help import help_text, markdown
+from trainers.config_service import ServeConfig
 from trainers.config_types import one_of
 from trainers.settings import RECIPES, recipes
 from trainers.suggestions import ELSEWHERE, suggest
@@ -178,7 +179,7 @@ class TestErrors:
                 "data.prompts='\"\"' for an empty text",
             ),
             ("policy.dtype=fp32", "policy.dtype=fp32: expected auto, float32 or bfloat16; did you mean float32?"),
-            ("value.mode=remote", "value.mode=remote: expected shared or local"),
+            ("value.mode=on", "value.mode=on: expected shared, local or remote"),
             ("value.optimizer.lr=${nowhere}", "value.optimizer.lr: Interpolation key 'nowhere' not found"),
         ],
     )
@@ -330,7 +331,7 @@ class TestHelp:
         for key in KEYS:
             assert f"\n  {key}=" in text
         assert re.search(r"value\.optimizer\.lr=0\.001 +peak learning rate\n", text)
-        assert re.search(r"value\.mode=shared +where the critic lives.* \[shared \| local\]\n", text)
+        assert re.search(r"value\.mode=shared +where the critic lives[^=]* \[shared \| local \| remote\]\n", text)
 
     @pytest.mark.parametrize("width", [60, 100])
     def test_help_is_wrapped(self, width):
@@ -353,25 +354,30 @@ class TestHelp:
         # CPU time: what else runs on the machine does not count.
         assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
-    def test_the_trainers_own_help_answers_without_torch(self):
+    @pytest.mark.parametrize(
+        ("module", "key"), [("ppo", "policy.generation.temperature=1.0"), ("serve_critic", "limits.max_waiting=256")]
+    )
+    def test_a_modules_own_help_answers_without_torch(self, module, key):
         code = (
-            "import runpy, sys\nsys.argv = ['ppo', '--help']\n"
-            "try: runpy.run_module('trainers.ppo', run_name='__main__')\n"
+            f"import runpy, sys\nsys.argv = ['{module}', '--help']\n"
+            f"try: runpy.run_module('trainers.{module}', run_name='__main__')\n"
             "except SystemExit as stop: code = stop.code\n"
             "assert code == 0 and not {'torch', 'transformers'} & set(sys.modules), code"
         )
         run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
-        assert "policy.generation.temperature=1.0" in run.stdout
+        assert key in run.stdout
 
     def test_the_docs_are_up_to_date(self):
         path = ROOT / "docs" / "config.md"
-        assert path.read_text() == markdown(PPOTrainerConfig(), ReinforceTrainerConfig()), (
+        assert path.read_text() == markdown(PPOTrainerConfig(), ReinforceTrainerConfig(), ServeConfig()), (
             "python -m trainers.cli --markdown > docs/config.md"
         )
 
     def test_docs_have_a_row_per_key(self):
-        page, _, differences = markdown(PPOTrainerConfig(), ReinforceTrainerConfig()).rpartition("## python -m")
+        text = markdown(PPOTrainerConfig(), ReinforceTrainerConfig(), ServeConfig())
+        page, differences, service = re.split("^## python -m .*$", text, flags=re.MULTILINE)
+        assert service.count("\n| `") == len({k for k, _, _ in walk(ServeConfig())} - {*KEYS})
         rows = [line for line in page.splitlines() if line.startswith("| `")]
         assert len(rows) == len(KEYS)
         assert "| `reinforce.adv_estimator.name` | `rloo` |" in differences
@@ -400,6 +406,9 @@ def test_every_setting_is_read():
         "arithmetic",
         "ranges",
         "dry_run",
+        "config_checks",
+        "config_remote",
+        "config_service",
     }
     files = [path for path in (ROOT / "trainers").rglob("*.py") if path.stem not in about_settings]
     text = "\n".join(path.read_text() for path in files)

@@ -124,7 +124,7 @@ def test_the_step_is_the_same_on_2_and_4_ranks(tmp_path):
     right = {str(setting): outcome(setting, PLAIN) for setting in SETTINGS} | {str(HALF): outcome(HALF, Cut(1))}
     right["scored"] = tiny.policy(1).score(tiny.rollout(), {"old_logprobs", "ref_logprobs"})
     torch.save(right, tmp_path / "right.pt")
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=max(WORLDS))
+    mp.start_processes(worker, args=(str(tmp_path),), nprocs=max(WORLDS), start_method="forkserver")
 
 
 def torchrun(run_dir: Path, *overrides: str, algorithm: str = "reinforce", ranks: int = 2) -> list[str]:

@@ -205,7 +205,7 @@ def worker(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = str(tmp_path_factory.mktemp("ranks"))
-    context = mp.spawn(worker, args=(folder,), nprocs=WORLD, join=False)
+    context = mp.start_processes(worker, args=(folder,), nprocs=WORLD, join=False, start_method="forkserver")
     for _ in range(WORLD):
         if context.join(timeout=90):
             break

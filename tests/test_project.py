@@ -62,7 +62,7 @@ def test_the_two_commands_are_those_that_ci_runs():
     ]
     ci = [line.strip() for line in text(".ci/run").splitlines()]
     assert 'pip install -e ".[test]" -c .ci/constraints.txt' in ci
-    assert 'PYTEST_ADDOPTS="--junitxml=$work/junit.xml" pytest' in ci
+    assert 'PYTEST_ADDOPTS="-n 2 --dist loadfile --no-loadscope-reorder --junitxml=$work/junit.xml" pytest' in ci
 
 
 def pins(content: str) -> set[tuple[str, str]]:

@@ -405,7 +405,7 @@ class TestTransport:
         wires = [connect(server, trusting) for _ in range(4)]
         wires[1].sendall(head()[:40])
         wires[2].sendall(unread)
-        wires[3].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # kept by uvicorn, for 30 seconds
+        wires[3].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # kept by uvicorn, for a minute
         start = time.monotonic()
         ended: dict[int, float] = {}
         while len(ended) < 3 and time.monotonic() - start < 10:

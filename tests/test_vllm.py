@@ -382,7 +382,7 @@ def rank_of_two(rank: int, folder: str) -> None:
 
 
 def test_two_ranks_are_one_engine(tmp_path):
-    mp.spawn(rank_of_two, args=(str(tmp_path),), nprocs=2)
+    mp.start_processes(rank_of_two, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
 
 
 # The stand-in and the real thing

@@ -160,7 +160,7 @@ def whiten_input() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = str(tmp_path_factory.mktemp("ranks"))
-    context = mp.spawn(worker, args=(folder,), nprocs=WORLD, join=False)
+    context = mp.start_processes(worker, args=(folder,), nprocs=WORLD, join=False, start_method="forkserver")
     for _ in range(WORLD):
         if context.join(timeout=60):
             break

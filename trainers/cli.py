@@ -14,6 +14,7 @@ from typing import Any
 from trainers.arithmetic import ConfigError, check
 from trainers.config import PPOTrainerConfig, ReinforceTrainerConfig
 from trainers.config_help import help_text, markdown
+from trainers.config_service import ServeConfig
 from trainers.config_types import one_of
 from trainers.settings import Known, compare_for_resume, config_yaml, known_keys, load_config, recipes, save_config
 from trainers.suggestions import suggest
@@ -124,7 +125,7 @@ def bare(text: str, known: Known) -> str:
 def main(argv: Sequence[str]) -> None:
     if list(argv) != ["--markdown"]:
         raise SystemExit("usage: python -m trainers.cli --markdown > docs/config.md")
-    print(markdown(PPOTrainerConfig(), ReinforceTrainerConfig()), end="")
+    print(markdown(PPOTrainerConfig(), ReinforceTrainerConfig(), ServeConfig()), end="")
 
 
 if __name__ == "__main__":

@@ -74,19 +74,39 @@ def fold(text: str, width: int) -> str:
     return "\n\n".join(p if "\n " in p or p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
 
 
-def markdown(config: Any, other: Any) -> str:
-    """docs/config.md: every setting of `config`, and how the tree `other` differs from it."""
+def markdown(config: Any, other: Any, service: Any) -> str:
+    """docs/config.md: every setting of `config`, and how the trees `other` and `service` differ from it."""
     parts = [MARKDOWN]
     for name, doc, leaves in blocks(config):
-        rows = [f"## {name}", ""] + ([doc, ""] if doc else [])
-        rows += ["| key | default | meaning | choices | free |", "|---|---|---|---|---|"]
-        for key, field, default in leaves:
-            choices = ", ".join(f"`{choice}`" for choice in field.metadata["choices"] or ())
-            free = "yes" if field.metadata["free"] else ""
-            text = field.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
-            rows.append(f"| `{key}` | `{shown(default)}` | {text} | {choices} | {free} |")
-        parts.append("\n".join(rows) + "\n")
-    return "\n".join([*parts, differences(config, other)])
+        parts.append("\n".join([f"## {name}", "", *([doc, ""] if doc else []), *table(leaves)]) + "\n")
+    return "\n".join([*parts, differences(config, other), of_service(config, service)])
+
+
+def table(leaves: Sequence[tuple[str, Any, Any]]) -> Iterator[str]:
+    yield from ("| key | default | meaning | choices | free |", "|---|---|---|---|---|")
+    for key, field, default in leaves:
+        choices = ", ".join(f"`{choice}`" for choice in field.metadata["choices"] or ())
+        free = "yes" if field.metadata["free"] else ""
+        text = field.metadata["help"].replace("|", "\\|").replace("<", "&lt;")
+        yield f"| `{key}` | `{shown(default)}` | {text} | {choices} | {free} |"
+
+
+def of_service(config: Any, service: Any) -> str:
+    """The section of docs/config.md about what a server has beside a trainer's blocks."""
+    trainers = {key for key, _, _ in walk(config)}
+    own = [leaf for leaf in walk(service) if leaf[0] not in trainers]
+    shared = {key.partition(".")[0] for key, _, _ in walk(service)} & {key.partition(".")[0] for key in trainers}
+    return "\n".join(
+        [
+            f"## python -m trainers.{service.name}",
+            "",
+            " ".join((type(service).__doc__ or "").split()),
+            f"The blocks {', '.join(f'`{b}`' for b in sorted(shared))} are those above; these settings are its own:",
+            "",
+            *table(own),
+            "",
+        ]
+    )
 
 
 def differences(config: Any, other: Any) -> str:

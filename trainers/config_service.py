@@ -42,8 +42,8 @@ class ServeConfig:
     port: int = opt(8900, "port; 0: one that is free, printed at the start", free=True)
     token: str | None = opt(
         None,
-        f"what every request must carry as `Authorization: Bearer <token>`; default: the environment variable "
-        f"{TOKEN_VARIABLE}, if it is set",
+        "what every request must carry, as the bearer token of its header Authorization; default: the environment "
+        f"variable {TOKEN_VARIABLE}, if it is set",
         free=True,
         secret=True,
     )

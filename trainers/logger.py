@@ -68,6 +68,7 @@ METRICS: dict[str, str] = {
     **_stats("dynamic_sampling", "prompts", "drawn_prompts equal_prompts surplus_prompts carried_prompts"),
     "dynamic_sampling/score_mean": "score",
     **{"perf/throughput": "tokens/s", "perf/total_num_tokens": "tokens", "perf/time_per_step": "s"},
+    **{"perf/critic_infer_time": "s", "perf/critic_train_time": "s"},
     **{"perf/refit_bytes": "bytes", "perf/max_memory_rss_gb": "GB", "perf/max_memory_allocated_gb": "GB"},
     **{f"timing_s/{stage}": "s" for stage in (*STAGES, "step")},
     **_stats("val/score", "score"),

@@ -29,18 +29,18 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from trainers import dist
-from trainers.backbone import pick_device, pick_dtype, pick_param_dtype
+from trainers.backbone import name_of, pick_device, pick_dtype, pick_param_dtype
 from trainers.config_service import ServeConfig
 from trainers.environments import Environment, make_environment
 from trainers.models import resolve_model
 from trainers.reward_model_rules import is_used
 from trainers.service.app import make_app
 from trainers.service.connections import connections
-from trainers.service.critic import Critic, dtypes_of
+from trainers.service.critic import Critic, read_current
 from trainers.service.scorer import Scorer
 from trainers.service.served import Served
 from trainers.service.worker import Worker
-from trainers.service_rules import token_of
+from trainers.service_rules import served_settings, token_of
 from trainers.value.hf import LocalValue
 
 
@@ -55,7 +55,11 @@ class Server:
         if config.cluster.num_threads is not None:
             torch.set_num_threads(config.cluster.num_threads)
         self.device = pick_device(config.cluster.device)
-        self.dtype = dist.main_does(lambda: pick_dtype(config.dtype, self.device))
+        # What "auto" once measured or meant holds for as long as the critic is trained.
+        known = dist.main_does(lambda: read_current(self.run_dir)) if config.serve != "reward" else None
+        self.known = known["facts"] if known else {}
+        wanted = self.known.get("dtype", "auto") if config.dtype == "auto" else config.dtype
+        self.dtype = dist.main_does(lambda: pick_dtype(wanted, self.device))
         environment = make_environment(config.env)
         critic, path = self._critic(environment)
         scorer, names = None, {} if path is None else {"value": config.value.model_name or environment.default_model}
@@ -67,6 +71,10 @@ class Server:
         idle_s = config.cluster.rank_timeout_s / 4
         self.worker = Worker(critic, scorer, config.limits, idle_s=idle_s)
 
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir).expanduser()
+
     def _listen(self) -> None:
         self.socket = listen(self.config)
 
@@ -76,13 +84,16 @@ class Server:
             return None, None
         name = environment.default_model if cfg.model_name is None else cfg.model_name
         path = dist.together(lambda: resolve_model(name, key="value.model_name"))[dist.rank()]
-        stored = pick_param_dtype(cfg.param_dtype, self.dtype, self.device, "value")
+        wanted = self.known.get("param_dtype", "auto") if cfg.param_dtype == "auto" else cfg.param_dtype
+        stored = pick_param_dtype(wanted, self.dtype, self.device, "value")
 
         def build() -> LocalValue:
             how = {"device": self.device, "dtype": self.dtype, "param_dtype": stored}
             return LocalValue(path, cfg, score_batch=self.config.infer_batch_size, **how)
 
-        return Critic(build, Path(self.config.run_dir).expanduser(), dtypes_of(self.dtype, stored)), path
+        facts = {f"value.{key}": setting for key, setting in served_settings(cfg, fixed=True).items()}
+        facts |= {"value.model_name": name, "dtype": name_of(self.dtype), "param_dtype": name_of(stored)}
+        return Critic(build, self.run_dir, facts), path
 
     def _scorer(self, environment: Environment, tokenizer: Any) -> Scorer:
         env = self.config.env
@@ -125,8 +136,8 @@ class Server:
             access_log=False,
             ssl_certfile=tls.certfile and Path(tls.certfile).expanduser(),
             ssl_keyfile=tls.keyfile and Path(tls.keyfile).expanduser(),
-            timeout_keep_alive=30,  # longer than clients keep an idle connection: none sends into one that closes
             timeout_graceful_shutdown=5,
+            timeout_keep_alive=75,  # longer than clients keep a connection, so that they are the ones to end it
         )
 
     @property

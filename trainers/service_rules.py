@@ -42,10 +42,13 @@ def unused_rules(config: TrainerConfig) -> list[Rule]:
     ]
 
 
-def served_settings(value: ValueConfig) -> dict[str, Any]:
-    """What of a critic's settings is its server's, as dotted keys below `value`."""
+def served_settings(value: ValueConfig, *, fixed: bool = False) -> dict[str, Any]:
+    """What of a critic's settings is its server's, as dotted keys below `value`; with `fixed` what may not change while
+    it is trained."""
     return {
-        key: setting for key, _, setting in walk(value) if key in SERVED or key.startswith(("optimizer.", "scheduler."))
+        key: setting
+        for key, field, setting in walk(value)
+        if (key in SERVED or key.startswith(("optimizer.", "scheduler."))) and not (fixed and field.metadata["free"])
     }
 
 

@@ -4,7 +4,9 @@ OmegaConf reads the YAML and does interpolation (`lr: ${policy.optimizer.lr}`); 
 wrong. Types are taken strictly: the text that OmegaConf would make of the number 1e3 is "1000.0".
 """
 
+import copy
 import difflib
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, is_dataclass
@@ -36,7 +38,7 @@ def load_config(source: Any = None, overrides: Sequence[str] = (), config_class:
         ConfigError: an unknown key, a wrong type, a word that is not among the choices, or a file that cannot be read.
     """
     omegaconf = require("omegaconf")
-    tree = omegaconf.OmegaConf.structured(config_class)
+    tree = copy.deepcopy(defaults(config_class))
     known = known_keys(config_class)
     for key, value in read_source(source, known):
         assign(tree, key, value, known, where=f"{source}: " if isinstance(source, str | Path) else "")
@@ -55,6 +57,12 @@ def load_config(source: Any = None, overrides: Sequence[str] = (), config_class:
     if problems := list(wrong_choices(config)):
         raise ConfigError("\n".join(problems))
     return config
+
+
+@functools.cache
+def defaults(config_class: type) -> Any:
+    """OmegaConf's tree of the defaults, to be copied: that takes a sixth of the time of making one."""
+    return require("omegaconf").OmegaConf.structured(config_class)
 
 
 def config_yaml(config: Any) -> str:

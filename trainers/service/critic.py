@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from trainers import checkpoint, dist
-from trainers.backbone import name_of
 from trainers.batching import count, part_of
 from trainers.config import CheckpointingConfig, ValueLossConfig
+from trainers.config_types import shown
 from trainers.files import replace_text
 from trainers.losses import ValueLoss
 from trainers.rollout import RolloutBatch
@@ -46,14 +46,14 @@ class Answer:
 
 class Critic:
     """Args: build: makes the model as it is before training; it is called again when another run begins.
-    dtypes: what a checkpoint remembers of how the model computes and is stored.
+    facts: what the course of training depends on, by name; a checkpoint made with others is refused.
     """
 
-    def __init__(self, build: Callable[[], LocalValue], folder: Path, dtypes: dict[str, str]):
-        self.build, self.folder, self.dtypes = build, folder, dtypes
+    def __init__(self, build: Callable[[], LocalValue], folder: Path, facts: dict[str, Any]):
+        self.build, self.folder, self.facts = build, folder, facts
         self.run: str | None = None
         self._fresh()
-        if (current := dist.main_does(self._current)) is not None:
+        if (current := dist.main_does(lambda: read_current(folder))) is not None:
             self.run = current["run"]
             if current["step"]:
                 self._restore(current["run"], current["step"])
@@ -130,10 +130,16 @@ class Critic:
         return self.answers[number]
 
     def save(self, request: SaveRequest) -> None:
-        """Write the checkpoint of this very step, whole or not at all, then let go of those that are not wanted."""
+        """Write the checkpoint of this very step, whole or not at all, then let go of those that are not wanted.
+
+        Raises:
+            Refused (507): it cannot be written.
+        """
         self.check_at(request.run, request.step)
-        assert self.run is not None
-        dist.main_does(lambda: self._save(set(request.keep)))
+        try:
+            dist.main_does(lambda: self._save(set(request.keep)))
+        except OSError as error:
+            raise Refused(f"the checkpoint of step {request.step} was not written: {error}", 507) from error
 
     def _save(self, keep: set[int]) -> None:
         assert self.run is not None
@@ -149,7 +155,7 @@ class Critic:
         answers = {
             str(n): {"digest": a.digest, "sums": a.sums, "optimizer": a.optimizer} for n, a in self.answers.items()
         }
-        record = {"step": self.step, "run": self.run, "time": time.time(), **self.dtypes}
+        record = {"step": self.step, "run": self.run, "time": time.time(), "facts": self.facts}
         checkpoint.write_state(folder, record, {"value": self.value.state_dict(), "answers": answers})
 
     def load(self, request: LoadRequest) -> None:
@@ -184,9 +190,13 @@ class Critic:
                 run=self.run, step=self.step, checkpoints=there,
             )  # fmt: skip
         record, state = checkpoint.read_state(folder)
-        for key, value in self.dtypes.items():
-            if record[key] != value:
-                raise ValueError(f"{folder} was made with {key}={record[key]}, here it is {value}")
+        other = [
+            f"{key}={shown(then)}, here it is {shown(self.facts.get(key))}"
+            for key, then in record["facts"].items()
+            if self.facts.get(key) != then
+        ]
+        if other:
+            raise Refused(f"{folder} was made with {'; '.join(other)}", 409, run=self.run, step=self.step)
         self.value.load(folder / "critic")
         self.value.load_state_dict(state["value"])
         self.answers = OrderedDict((int(n), Answer(**a)) for n, a in state["answers"].items())
@@ -202,12 +212,12 @@ class Critic:
         self.folder.mkdir(parents=True, exist_ok=True)
         replace_text(self.folder / "current.json", json.dumps({"run": self.run, "step": step}) + "\n")
 
-    def _current(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.folder / "current.json").read_text())
-        except FileNotFoundError:
-            return None
 
-
-def dtypes_of(dtype: torch.dtype, param_dtype: torch.dtype) -> dict[str, str]:
-    return {"compute_dtype": name_of(dtype), "param_dtype": name_of(param_dtype)}
+def read_current(folder: Path) -> dict[str, Any] | None:
+    """The run and the step to start from again, and the facts of its checkpoint if there is one; None: afresh."""
+    try:
+        current = json.loads((folder / "current.json").read_text())
+    except FileNotFoundError:
+        return None
+    record = folder / current["run"] / f"step_{current['step']}" / "training.json"
+    return current | {"facts": json.loads(record.read_text())["facts"] if record.is_file() else {}}

@@ -45,7 +45,7 @@ class Served:
     def info(self, vocab: int | None = None) -> dict[str, Any]:
         facts: dict[str, Any] = {"serves": dict(self.names), "run": None, "step": None}
         if self.critic is not None:
-            facts |= {"run": self.critic.run, "step": self.critic.step, **self.critic.dtypes}
+            facts |= {"run": self.critic.run, "step": self.critic.step, "compute_dtype": self.critic.facts["dtype"]}
             facts["value"] = served_settings(self.critic.value.cfg)
         facts |= self.bounds([name for name, part in (("values", self.critic), ("rewards", self.scorer)) if part])
         if vocab is not None and self.tokenizer is not None:

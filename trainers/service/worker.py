@@ -173,8 +173,8 @@ class Worker:
             job.future.set_exception(refused)
         except BaseException as error:
             job.future.set_exception(error)
-            # A train request that ran out of memory has moved no weight, but the ranks may have parted.
-            if job.name != "train" or dist.size() > 1 or not isinstance(error, Exception):
+            # A train request that failed has moved no weight; a half-made load or save is another matter.
+            if job.name != "train" or leaves_doubt(error):
                 raise
         else:
             job.future.set_result(result)
@@ -191,7 +191,7 @@ class Worker:
         except Exception as error:
             if len(jobs) == 1:
                 jobs[0].future.set_exception(error)
-                if dist.size() > 1 and not isinstance(error, Refused):
+                if leaves_doubt(error):
                     raise
             else:
                 for job in jobs:
@@ -244,3 +244,11 @@ class Worker:
         for job in waiting:
             if job is not None and job.future.set_running_or_notify_cancel():
                 job.future.set_exception(Refused("the server is ending", 503))
+
+
+def leaves_doubt(error: BaseException) -> bool:
+    """Whether nothing can be computed any more in this process: ranks have parted, or the device is broken."""
+    if isinstance(error, Refused):
+        return False
+    parted, broken = dist.size() > 1, isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    return parted or broken or not isinstance(error, Exception)

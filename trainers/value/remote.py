@@ -8,6 +8,7 @@ it is acknowledged: a server that comes back at an earlier step gets the request
 the run holds the number of the last request that it contains, and the server a checkpoint of the critic by that number.
 """
 
+import atexit
 import json
 import os
 import shutil
@@ -88,6 +89,7 @@ class RemoteValue(BaseValue):
         self.waiting: list[tuple[Future | None, StepMetrics]] = []
         self.seconds: dict[str, float] = {}
         dist.main_does(lambda: self._begin(tokenizer, resumed))
+        atexit.register(self.close)  # a process that ends without a word would keep the critic from others
 
     def _begin(self, tokenizer: Any, resumed: Path | None) -> None:
         self._check(tokenizer)
@@ -187,13 +189,20 @@ class RemoteValue(BaseValue):
             metrics.sums.update(sums)
             metrics.optimizers["critic"] = optimizer
         seconds, self.seconds = self.seconds, {}
-        return dist.main_does(lambda: {f"timing_s/{name}": value for name, value in seconds.items()})
+        return dist.main_does(lambda: {f"perf/{name}_time": value for name, value in seconds.items()})
 
     def save(self, folder: Path) -> None:
-        """Have the server save; `folder` gets the number by which it is found again. Called on the main rank alone."""
+        """Have the server save; `folder` gets the number by which it is found again. Called on the main rank alone.
+
+        Raises:
+            OSError: the server could not write its checkpoint, as where its disk is full.
+        """
         keep = [known["step"] for known in self._checkpoints() if known["run"] == self.run]
         request = {"run": self.run, "step": self.sent, "keep": keep}
-        self.sender.submit(lambda: self._at(self.sent, lambda: self.client.post("save", request))).result()
+        try:
+            self.sender.submit(lambda: self._at(self.sent, lambda: self.client.post("save", request))).result()
+        except ServerError as error:
+            raise OSError(str(error)) if error.status == 507 else error from error
         self.saved = self.sent
         self.journal.drop_through(self.saved)
         folder.mkdir()
@@ -228,9 +237,10 @@ class RemoteValue(BaseValue):
         dist.main_does(claim)
 
     def close(self) -> None:
-        """Another run may have the critic."""
+        """Another run may have the critic. Once is enough."""
+        atexit.unregister(self.close)
         self.sender.shutdown(wait=True, cancel_futures=True)
-        if dist.is_main():
+        if dist.is_main() and not self.client.http.is_closed:
             try:
                 self.client.http.post(f"{self.client.url}/release", json={"run": self.run}, timeout=5.0)
             except Exception as error:  # the run is over; it must not fail for this
