@@ -20,7 +20,7 @@ import torch
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests import bodies
+from tests import bodies, tiny
 from tests.bodies import answered, file_of, with_header
 from tests.served import ServerProcess
 from trainers.config_remote import RemoteConfig
@@ -33,6 +33,7 @@ from trainers.service.connections import connections
 from trainers.service.launch import launch
 from trainers.service.wire import Refused, decode, loads
 from trainers.service.worker import Inference, Worker
+from trainers.service_rules import malformed
 
 TOKEN = "a token, of 1 test"
 OWN = {"Authorization": f"Bearer {TOKEN}"}
@@ -524,6 +525,12 @@ class TestToken:
         message = capsys.readouterr().err
         assert ended.value.code == 2 and "error: token " in message
         assert "sesame" not in message and "caf" not in message  # a secret
+
+    def test_a_trainers_must_too(self):
+        settings = {"value__mode": "remote", "value__url": "http://127.0.0.1:1"}
+        assert list(malformed(tiny.config(**settings, value__remote__token="sesame"))) == []
+        (problem,) = malformed(tiny.config(**settings, value__remote__token="caf\u00e9"))
+        assert problem.startswith("value.remote.token ") and "caf" not in problem
 
     def test_another_address_needs_one(self, monkeypatch, capsys):
         monkeypatch.delenv("FASTPPO_TOKEN", raising=False)
