@@ -35,6 +35,7 @@ from trainers.environments import Environment, make_environment
 from trainers.models import resolve_model
 from trainers.reward_model_rules import is_used
 from trainers.service.app import make_app
+from trainers.service.connections import connections
 from trainers.service.critic import Critic, read_current
 from trainers.service.scorer import Scorer
 from trainers.service.served import Served
@@ -115,6 +116,8 @@ class Server:
         thread.start()
         while not http.started and thread.is_alive():
             time.sleep(0.01)
+        if not http.started:
+            raise RuntimeError("no request can be taken: see above")
         print(f"serving   {self.describe()} on {self.url}", flush=True)
         try:
             self.worker.run()
@@ -127,10 +130,12 @@ class Server:
         app = make_app(self.served, self.worker, token=token_of(config.token), limits=config.limits)
         return uvicorn.Config(
             app,
+            http=connections(config.limits.body_timeout_s),
+            backlog=128,  # asyncio accepts as many at a time, and each needs a file
             log_level="warning",
             access_log=False,
-            ssl_certfile=tls.certfile,
-            ssl_keyfile=tls.keyfile,
+            ssl_certfile=tls.certfile and Path(tls.certfile).expanduser(),
+            ssl_keyfile=tls.keyfile and Path(tls.keyfile).expanduser(),
             timeout_graceful_shutdown=5,
             timeout_keep_alive=75,  # longer than clients keep a connection, so that they are the ones to end it
         )

@@ -2,6 +2,7 @@
 asks, and of `python -m trainers.serve_critic`."""
 
 import os
+import ssl
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -11,10 +12,11 @@ from urllib.parse import urlsplit
 from trainers.config import TrainerConfig, ValueConfig, walk
 from trainers.config_checks import Rule, constant_schedule
 from trainers.config_remote import TOKEN_VARIABLE
-from trainers.config_service import ServeConfig
+from trainers.config_service import ServeConfig, TLSConfig
 from trainers.config_types import shown
 
 REMOTE = "remote"  # as a value of env.name and env.rewards
+UNFIT = "travels in a header: expected printable ASCII characters, and no space at either end"
 # Beside its optimizer and scheduler what a critic's server decides; a trainer that sets one must set it alike.
 SERVED = (
     *("model_name", "param_dtype", "num_layers_unfrozen", "train_micro_batch_size", "fused_layers"),
@@ -68,6 +70,8 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
             yield f"{key}.url={part.url}: {problem}"
         if part.remote.ca_file is not None and not Path(part.remote.ca_file).expanduser().is_file():
             yield f"{key}.remote.ca_file={part.remote.ca_file}: there is no such file"
+        if part.url is not None and not fits_header(token_of(part.remote.token)):
+            yield f"{key}.remote.token {UNFIT}"
 
 
 def wrong_url(url: str, *, path: bool) -> str | None:
@@ -105,6 +109,10 @@ def token_of(given: str | None) -> str | None:
     return given if given is not None else os.environ.get(TOKEN_VARIABLE) or None
 
 
+def fits_header(token: str | None) -> bool:
+    return token is None or (token.isascii() and token.isprintable() and token == token.strip())
+
+
 def is_own_address(host: str) -> bool:
     """Whether only this machine can connect to it."""
     if host == "localhost":
@@ -113,6 +121,16 @@ def is_own_address(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _unfit(tls: TLSConfig) -> Iterator[str]:
+    if tls.certfile is None or tls.keyfile is None:
+        return
+    try:
+        files = (Path(path).expanduser() for path in (tls.certfile, tls.keyfile))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files, password="")  # "": no prompt for one
+    except (OSError, ssl.SSLError) as error:
+        yield f"tls.certfile={tls.certfile} with tls.keyfile={tls.keyfile}: {error}"
 
 
 def served_unused(config: ServeConfig) -> list[Rule]:
@@ -143,6 +161,9 @@ def served_needed(config: ServeConfig) -> Iterator[str]:
     for key, path in (("certfile", tls.certfile), ("keyfile", tls.keyfile)):
         if path is not None and not Path(path).expanduser().is_file():
             yield f"tls.{key}={path}: there is no such file"
+            break
+    else:
+        yield from _unfit(tls)
     if config.serve != "value":
         if gives_rewards(config.env):
             yield f"env.name={config.env.name}: a server does not ask another one"
@@ -154,3 +175,5 @@ def served_needed(config: ServeConfig) -> Iterator[str]:
         yield "run_dir is empty: expected a folder"
     if token_of(config.token) == "":
         yield "token is empty"
+    if not fits_header(token_of(config.token)):
+        yield f"token {UNFIT}"

@@ -6,5 +6,6 @@ critic.py    the served value model: trained by numbered requests, each exactly 
 scorer.py    the served reward
 worker.py    one thread that computes, request after request, waiting ones merged; under torchrun on every rank
 app.py       routes, token, limits, Prometheus metrics
+connections.py  how long one may stay that asks for nothing
 client.py    requests with bounded retries; errors that name the server and the setting
 """

@@ -11,10 +11,11 @@ import logging
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.concurrency import run_in_threadpool
@@ -37,11 +38,13 @@ from trainers.service.messages import (
     sequences,
 )
 from trainers.service.served import Served
-from trainers.service.wire import MEDIA_TYPE, Refused, decode, loads
+from trainers.service.wire import MEDIA_TYPE, Refused, decode, dumps, loads
 from trainers.service.worker import Inference, Worker
+from trainers.service_rules import is_own_address
 
 PROTOCOL = 1
-OPEN = ("/health", "/docs", "/openapi.json", "/static-offline-docs")  # readable without a token: they say nothing
+OPEN = ("/health", "/docs", "/openapi.json")  # readable without a token: they say nothing
+ASSETS = "/static-offline-docs/"  # of /docs
 logger = logging.getLogger(__name__)
 
 BINARY: dict[str, Any] = {
@@ -82,7 +85,7 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         start, route = time.monotonic(), scope["path"]
-        status = 500
+        status = 0
 
         async def seen(message: Message) -> None:
             nonlocal status
@@ -96,6 +99,15 @@ class Gate:
                 await self.app(scope, self._limited(receive), seen)
             else:
                 await answer_refused(refused)(scope, receive, seen)
+        except asyncio.CancelledError:  # the server ends, and the body has not arrived yet
+            if status:
+                raise
+            await answer_refused(Refused("the server is ending", 503))(scope, receive, seen)
+        except Exception as error:
+            logger.exception("%s failed", route, exc_info=error)
+            if status:  # the answer has begun: its connection ends
+                raise
+            await answer_refused(failure(error))(scope, receive, seen)
         finally:
             known = route.strip("/") in ROUTES
             label = route.strip("/") if known else "other"
@@ -104,12 +116,15 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> Refused | None:
         headers = dict(scope["headers"])
-        if self.token is not None and not scope["path"].startswith(OPEN):
+        if self.token is None:
+            if (refused := from_elsewhere(headers)) is not None:
+                return refused
+        elif scope["path"] not in OPEN and not scope["path"].startswith(ASSETS):
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
                 return Refused("expected the header `Authorization: Bearer <token>` with the server's token", 401)
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit():
+        if not length.isdigit() or len(length) > 20:
             return Refused("Content-Length: expected a number", 400)
         return self._too_large(int(length))
 
@@ -120,15 +135,18 @@ class Gate:
         return Refused(f"the body is larger than limits.max_body_mb={most:g}", 413)
 
     def _limited(self, receive: Receive) -> Receive:
-        size, deadline = 0, time.monotonic() + self.limits.body_timeout_s
+        size, deadline, complete = 0, time.monotonic() + self.limits.body_timeout_s, False
 
         async def limited() -> Message:
-            nonlocal size
+            nonlocal size, complete
+            if complete:
+                return await receive()
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except asyncio.TimeoutError:
                 seconds = self.limits.body_timeout_s
                 raise Refused(f"the body did not arrive within limits.body_timeout_s={seconds:g} s", 408) from None
+            complete = not message.get("more_body", False)
             size += len(message.get("body", b""))
             if (refused := self._too_large(size)) is not None:
                 raise refused
@@ -152,8 +170,31 @@ ROUTES = (
 )
 
 
-def answer_refused(refused: Refused) -> JSONResponse:
-    return JSONResponse({"error": str(refused), **refused.facts}, refused.status)
+def from_elsewhere(headers: dict[bytes, bytes]) -> Refused | None:
+    """Without a token: a browser on this machine may run pages of other hosts. They must not reach the service, neither
+    by its address (Origin) nor by a name of theirs that leads to it (Host)."""
+    for name, prefix in (("host", "//"), ("origin", "")):
+        given = headers.get(name.encode())
+        if given is None:
+            continue
+        try:
+            host = urlsplit(prefix + given.decode("latin-1")).hostname
+        except ValueError:
+            host = None
+        if host is None or not is_own_address(host):
+            return Refused(f"{name}: without a token only this machine's own addresses are answered", 403)
+    return None
+
+
+def failure(error: Exception) -> Refused:
+    """Something that should not have happened. What a library says after its first line is for the log."""
+    return Refused(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 500)
+
+
+def answer_refused(refused: Refused) -> Response:
+    content = dumps({"error": str(refused), **refused.facts})  # ASCII, whatever it quotes
+    headers = {"Connection": "close"} if refused.status == 408 else None  # the rest may never come
+    return Response(content, refused.status, headers, media_type="application/json")
 
 
 def make_app(served: Served, worker: Worker, *, token: str | None, limits: LimitsConfig) -> FastAPI:
@@ -169,16 +210,9 @@ def make_app(served: Served, worker: Worker, *, token: str | None, limits: Limit
     async def gone(request: Request, error: ClientDisconnect) -> Response:
         return answer_refused(Refused("the client left before its body had arrived", 400))  # nobody reads it
 
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        logger.exception("%s failed", request.url.path, exc_info=error)
-        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
-
-    async def body_of(request: Request) -> bytes:
-        return await request.body()
-
     async def asked(request: Request, model: type) -> Any:
-        return parse(model, loads(await body_of(request)))
+        body = await request.body()
+        return await run_in_threadpool(lambda: parse(model, loads(body)))
 
     async def compute(name: str, *arguments: Any) -> Any:
         return await asyncio.wrap_future(worker.submit(name, *arguments))
@@ -212,7 +246,7 @@ def make_app(served: Served, worker: Worker, *, token: str | None, limits: Limit
         Body and answer are safetensors files with a JSON header. Tensors: tokens [T] int64, lengths [B] int64, mask [T]
         bool. Answered: values [T] and next_values [B] float32; rewards float64, back to back, reward_counts [B] int64.
         """
-        inference = await run_in_threadpool(read_inference, served, limits, await body_of(request))
+        inference = await run_in_threadpool(read_inference, served, limits, await request.body())
         metrics.tokens.labels("infer").inc(inference.batch.tokens.numel())
         return binary(await run_in_threadpool(messages.inferred, await compute("infer", inference)))
 
@@ -222,7 +256,7 @@ def make_app(served: Served, worker: Worker, *, token: str | None, limits: Limit
 
         Tensors: those of infer, and values [T] (the old ones) and returns [T] float32.
         """
-        body = await body_of(request)
+        body = await request.body()
         header, batch = await run_in_threadpool(read_training, served, limits, body)
         metrics.tokens.labels("train").inc(batch.tokens.numel())
         answer = await compute("train", header, hashlib.sha256(body).hexdigest(), batch)
@@ -289,6 +323,8 @@ def read_training(served: Served, limits: LimitsConfig, body: bytes) -> tuple[Tr
 
 def read_query(served: Served, limits: LimitsConfig, query: RewardQuery) -> Inference:
     assert served.scorer is not None
+    if len(query.query or query.prompts or ()) > limits.max_sequences:
+        raise Refused(f"expected limits.max_sequences={limits.max_sequences} texts at most", 413)
     samples = served.scorer.samples_of(query)
     batch = sequences(messages.pack_samples(samples), **served.bounds(["rewards"]), most=limits.max_sequences)
     return Inference(["rewards"], batch, samples)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,19 +16,32 @@ from trainers.environments import Message, Prompt, Sample
 from trainers.rollout import RolloutBatch
 from trainers.service.wire import Refused, encode
 
-RunId = Annotated[str, Field(pattern=r"^[0-9a-zA-Z][0-9a-zA-Z_.-]{0,63}$")]
+# The name of a folder beside current.json, hence without a dot.
+RunId = Annotated[str, Field(pattern=r"^[0-9a-zA-Z][0-9a-zA-Z_-]{0,63}$")]
 Step = Annotated[int, Field(ge=0, lt=2**63)]
+MOST_KEYS = 64  # of an object whose keys are known
+
+# pydantic keeps every mistake: of a list of millions only the first may count, or a small body fills the memory.
+FIRST = Field(fail_fast=True)
+Metadata = dict[Any, Any]  # keys of JSON are text; checked as str, each could be one more mistake
 
 
 class Header(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_KEYS:
+            raise ValueError(f"expected some of {', '.join(cls.model_fields)}, got {len(value)} keys")
+        return value
+
 
 class PromptHeader(Header):
     text: str
-    metadata: dict[str, Any] = {}
-    ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
+    metadata: Metadata = {}
+    ids: Annotated[list[int], FIRST] | None = None
+    messages: Annotated[list[Metadata], FIRST] | None = None
 
     def made(self) -> Prompt:
         ids, messages = (None if x is None else tuple(x) for x in (self.ids, self.messages))
@@ -48,16 +61,16 @@ class SampleHeader(Header):
     prompt_tokens: Annotated[int, Field(ge=0)]
     response: str
     finish: Literal["stop", "length"]
-    messages: list[MessageHeader] = []
-    metadata: dict[str, Any] = {}
+    messages: Annotated[list[MessageHeader], FIRST] = []
+    metadata: Metadata = {}
     reward: float = 0.0
 
 
 class InferHeader(Header):
-    want: list[Literal["values", "rewards"]] = ["values"]
+    want: Annotated[list[Literal["values", "rewards"]], FIRST] = ["values"]
     run: RunId | None = None
     step: Step | None = None  # values of the critic as it is after that many train requests; None: as it is
-    samples: list[SampleHeader] | None = None  # rewards need one a sequence
+    samples: Annotated[list[SampleHeader], FIRST] | None = None  # rewards need one a sequence
 
 
 class TrainHeader(Header):
@@ -70,7 +83,7 @@ class TrainHeader(Header):
 class SaveRequest(Header):
     run: RunId
     step: Step
-    keep: list[Step] = []  # steps of the run's other checkpoints that are still wanted; the rest may go
+    keep: Annotated[list[Step], FIRST] = []  # the run's other checkpoints that are still wanted
 
 
 class LoadRequest(Header):
@@ -88,8 +101,8 @@ class RewardQuery(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    query: list[str] | None = None
-    prompts: list[str] | None = None
+    query: Annotated[list[str], FIRST] | None = None
+    prompts: Annotated[list[str], FIRST] | None = None
     labels: list[Any] | None = None
 
 
@@ -229,7 +242,7 @@ def unpack_samples(batch: RolloutBatch, headers: Iterable[SampleHeader]) -> list
         ids, mask = batch.tokens[start:stop].tolist(), batch.mask[start:stop].tolist()
         lengths = [m.tokens for m in header.messages] or [len(ids) - header.prompt_tokens]
         authors = [m.author for m in header.messages] or ["policy"]
-        if header.prompt_tokens + sum(lengths) != len(ids):
+        if min(lengths) < 0 or header.prompt_tokens + sum(lengths) != len(ids):
             raise Refused(f"samples.{row}: prompt and messages do not make up its {len(ids)} tokens", 422)
         at, messages, told = header.prompt_tokens, [], [False] * header.prompt_tokens
         for i, (author, length) in enumerate(zip(authors, lengths, strict=True)):

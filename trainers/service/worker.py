@@ -73,17 +73,21 @@ class Worker:
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.next: Job | None = None  # taken from the queue, but not part of what is merged
         self.stopping = threading.Event()
+        self.ended, self.ending = False, threading.Lock()  # from then on nobody would take a job
 
     @property
     def waiting(self) -> int:
         return self.jobs.qsize()
 
     def submit(self, name: str, *arguments: Any) -> Future:
-        """Raises: Refused (429): too many wait already."""
+        """Raises: Refused (429): too many wait already; (503): the worker has ended."""
         if self.waiting >= self.max_waiting:
             raise Refused(f"{self.waiting} requests wait already, limits.max_waiting={self.max_waiting}", 429)
         job = Job(name, arguments)
-        self.jobs.put(job)
+        with self.ending:
+            if self.ended:
+                raise Refused("the server is ending", 503)
+            self.jobs.put(job)
         return job.future
 
     def stop(self) -> None:
@@ -232,6 +236,8 @@ class Worker:
 
     def _leave(self) -> None:
         """Those that still wait are told to ask again: the server may come back."""
+        with self.ending:
+            self.ended = True
         waiting = [self.next] if self.next else []
         while not self.jobs.empty():
             waiting.append(self.jobs.get_nowait())
