@@ -14,8 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
+from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.concurrency import run_in_threadpool
@@ -198,7 +199,13 @@ def answer_refused(refused: Refused) -> Response:
 
 
 def make_app(served: Served, worker: Worker, *, token: str | None, limits: LimitsConfig) -> FastAPI:
-    app = FastAPIOffline(title="fastppo critic and reward service", version=fastppo.__version__, redoc_url=None)
+    app = FastAPIOffline(
+        title="fastppo critic and reward service",
+        version=fastppo.__version__,
+        redoc_url=None,
+        # Gate asks for the token; this gives the OpenAPI page a field for it.
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if token else [],
+    )
     metrics = Metrics(served, worker)
     app.add_middleware(Gate, token=token, limits=limits, metrics=metrics)
 

@@ -172,10 +172,11 @@ class Worker:
         except Refused as refused:
             job.future.set_exception(refused)
         except BaseException as error:
-            job.future.set_exception(error)
             # A train request that failed has moved no weight; a half-made load or save is another matter.
             if job.name != "train" or leaves_doubt(error):
+                job.future.set_exception(ending(error))
                 raise
+            job.future.set_exception(error)
         else:
             job.future.set_result(result)
 
@@ -190,7 +191,7 @@ class Worker:
             answers = self._infer(asked)
         except Exception as error:
             if len(jobs) == 1:
-                jobs[0].future.set_exception(error)
+                jobs[0].future.set_exception(ending(error) if leaves_doubt(error) else error)
                 if leaves_doubt(error):
                     raise
             else:
@@ -198,7 +199,7 @@ class Worker:
                     self._inferences([job])
         except BaseException as error:
             for job in jobs:
-                job.future.set_exception(RuntimeError(f"the server ends: {type(error).__name__}"))
+                job.future.set_exception(ending(error))
             raise
         else:
             for job, answer in zip(jobs, answers, strict=True):
@@ -252,3 +253,8 @@ def leaves_doubt(error: BaseException) -> bool:
         return False
     parted, broken = dist.size() > 1, isinstance(error, RuntimeError) and "CUDA error" in str(error)
     return parted or broken or not isinstance(error, Exception)
+
+
+def ending(error: BaseException) -> Refused:
+    """The answer to a request over which the server ends: to be sent again once it is back."""
+    return Refused(f"the server ends: {type(error).__name__}: {error}", 503)
