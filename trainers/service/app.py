@@ -8,11 +8,13 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import psutil
+import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi_offline import FastAPIOffline
@@ -260,7 +262,7 @@ def make_app(served: Served, worker: Worker, *, token: str | None, limits: Limit
             query = await asked(request, RewardQuery)
             inference = await run_in_threadpool(read_query, served, limits, query)
             answer = await compute("infer", inference)
-            return RewardAnswer(rewards=[sum(values) for values in answer.rewards])
+            return RewardAnswer(rewards=[math.fsum(values) for values in answer.rewards])
 
     return app
 
@@ -290,5 +292,7 @@ def read_training(served: Served, limits: LimitsConfig, body: bytes) -> tuple[Tr
 def read_query(served: Served, limits: LimitsConfig, query: RewardQuery) -> Inference:
     assert served.scorer is not None
     samples = served.scorer.samples_of(query)
-    batch = sequences(messages.pack_samples(samples), **served.bounds(["rewards"]), most=limits.max_sequences)
+    tensors = messages.pack_samples(samples)
+    tensors["mask"] = torch.zeros_like(tensors["mask"])  # texts: nobody says which of their tokens were sampled
+    batch = sequences(tensors, **served.bounds(["rewards"]), most=limits.max_sequences)
     return Inference(["rewards"], batch, samples)

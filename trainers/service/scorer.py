@@ -1,6 +1,8 @@
 """The served reward: the environment of `env.name`, as a trainer would build it, asked about samples that were sent."""
 
+import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from trainers import dist
@@ -8,6 +10,7 @@ from trainers.config import EnvConfig
 from trainers.environments import Environment, Prompt, RewardError, Sample
 from trainers.environments.asking import LateRewardError, ask
 from trainers.environments.reward_model import RewardModelEnvironment
+from trainers.reward_model_rules import is_used
 from trainers.service.messages import RewardQuery
 from trainers.service.wire import Refused
 
@@ -18,8 +21,13 @@ class Scorer:
     def __init__(self, environment: Environment, env: EnvConfig, tokenizer: Any):
         self.environment, self.env, self.tokenizer = environment, env, tokenizer
         self.model = environment.model if isinstance(environment, RewardModelEnvironment) else None
+        self.reads_ids = is_used(env)  # so the policy must have its vocabulary
         # Others may compare the responses of one call, or count what they were asked.
         self.mergeable = isinstance(environment, RewardModelEnvironment) and dist.size() == 1
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.env.rewards) or self.env.name
 
     def score(self, requests: Sequence[Sequence[Sample]]) -> list[tuple[list[list[float]], dict[str, float]]]:
         """To each request: for each sample one value for its last response token or one for each, and the
@@ -29,9 +37,8 @@ class Scorer:
             Refused (422): a reward that failed or is not finite; (504): one that was late.
         """
         samples = [sample for request in requests for sample in request]
-        mine = [samples[i] for i in dist.part(range(len(samples)))]
         try:
-            found = [values for part in dist.together(lambda: self._ask(mine)) for values in part]
+            found = [values for part in dist.together(lambda: self._ask(mine(samples))) for values in part]
         except LateRewardError as error:
             raise Refused(str(error), 504) from error
         except RewardError as error:
@@ -50,16 +57,19 @@ class Scorer:
         """`start`: of these samples among those that were scored together."""
         if not samples or not hasattr(self.environment, "metrics") or dist.size() > 1:
             return {}
-        totals = [sum(each) for each in values]
+        totals = [math.fsum(each) for each in values]
         if isinstance(self.environment, RewardModelEnvironment):
-            return self.environment.metrics(samples, totals, start)
-        return self.environment.metrics(samples, totals)
+            found = self.environment.metrics(samples, totals, start)
+        else:
+            found = self.environment.metrics(samples, totals)
+        numbers = {name: float(value) for name, value in found.items()}
+        return {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no other
 
     def samples_of(self, query: RewardQuery) -> list[Sample]:
         """OpenRLHF's texts as samples: `query`, prompt and response as one text, else `prompts` as whole texts.
 
         Raises:
-            Refused (422): neither of them; lists of several lengths; a text of no token.
+            Refused (422): neither of them; lists of several lengths; a text of no token, for a reward model.
         """
         texts = query.query if query.query is not None else query.prompts
         if texts is None:
@@ -80,3 +90,9 @@ class Scorer:
         # A text has no tokens of the policy's: a model reads it at its last one, a function reads the text.
         metadata = {} if label is None else {"answer": label, "label": label}
         return Sample(Prompt(prompt, metadata), tuple(ids[:-1]), (ids[-1],), text[len(prompt) :], "stop")
+
+
+def mine(samples: Sequence[Sample]) -> list[Sample]:
+    """This rank's. The responses to one prompt, which a reward may compare, stay together."""
+    prompts = [list(group) for _, group in groupby(samples, key=lambda sample: (sample.prompt, sample.prompt_ids))]
+    return [sample for group in dist.part(prompts) for sample in group]
