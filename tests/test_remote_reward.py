@@ -20,6 +20,7 @@ from tests import tiny
 from tests.served import ServerProcess
 from tests.served_rewards import Picky, Rewards
 from tests.test_reward_model import RAGGED, classifier
+from trainers import dist
 from trainers.arithmetic import ConfigError, check
 from trainers.cli import load_config
 from trainers.config import EnvConfig
@@ -33,7 +34,7 @@ from trainers.ppo import PPOTrainer
 from trainers.run import TrainingError
 from trainers.service import messages
 from trainers.service.messages import InferHeader, RewardQuery, pack_samples, parse, sample_header, unpack_samples
-from trainers.service.scorer import Scorer
+from trainers.service.scorer import Scorer, mine
 from trainers.service.wire import Refused, decode, encode
 from trainers.service.worker import Inference, Worker
 
@@ -159,9 +160,9 @@ def test_a_run_with_the_reward_on_a_server_has_the_metrics_of_one_without(tmp_pa
     own = run(tmp_path / "own")
     served = run(tmp_path / "served", env__rewards="{remote: 1.0}", env__url=servers["copy"].url)
     assert len(own) == len(served) >= 3 and any("critic/score/mean" in row for row in own)
-    for mine, theirs in zip(own, served, strict=True):
-        assert {name: theirs.get(name) for name in mine} == mine
-        assert {name for name in theirs if name not in mine} <= {
+    for row, theirs in zip(own, served, strict=True):
+        assert {name: theirs.get(name) for name in row} == row
+        assert {name for name in theirs if name not in row} <= {
             f"{stage}/score/remote/{of}" for stage in ("critic", "val") for of in ("mean", "std")
         }
 
@@ -352,12 +353,35 @@ def test_our_trainer_asks_our_server_as_openrlhf_would(servers, tokenizer):
 def test_labels_reach_math_and_sentiment_reads_the_response():
     for name, query, expected in (
         ("math", {"query": [r"2+2? \boxed{4}", "2+2? 5"], "prompts": ["2+2? "] * 2, "labels": ["4", 4]}, [1.0, 0.0]),
-        ("sentiment", {"query": ["a great day"], "prompts": ["a great"]}, [0.0]),
+        ("sentiment", {"query": ["The movie was great"], "prompts": ["The movie was"]}, [0.6249]),
     ):
         env = EnvConfig(name=name)
         scorer = Scorer(make_environment(env), env, None)
         ((found, metrics),) = scorer.score([scorer.samples_of(RewardQuery(**query))])
         assert sum(found, []) == expected and metrics == ({"env/answer_marked": 0.5} if name == "math" else {})
+
+
+def test_several_rewards_are_served_as_their_weighted_sum():
+    env = EnvConfig(name="copy", rewards={"copy": 3.0, "math": 0.5})
+    both = make_environment(env)
+    assert not hasattr(both, "bind")  # neither needs a tokenizer, so the server loads none
+    each = [sample((5, 5, 1), "4", target=5, answer=4), sample((5, 6), "5", target=5, answer=4), sample((5,), "4")]
+    scorer = Scorer(both, env, None)
+    ((found, metrics),) = scorer.score([each[:2]])
+    assert found == [[2.5], [1.5]] and metrics == {"env/math/answer_marked": 0.0}
+    with pytest.raises(Refused, match="the reward copy failed: KeyError: 'target'"):
+        scorer.score([each])
+    assert scorer.score([[]]) == [([], {})]
+
+
+def test_responses_to_one_prompt_stay_on_one_rank(monkeypatch):
+    samples = [sample((i,), prompt=prompt) for prompt in "abc" for i in range(3)]
+    monkeypatch.setattr(dist, "size", lambda: 2)
+    parts = []
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "rank", lambda rank=rank: rank)
+        parts.append(mine(samples))
+    assert parts == [samples[:3], samples[3:]]
 
 
 # --- OpenRLHF's JSON: another's server -------------------------------------------------------------------------------

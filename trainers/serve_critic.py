@@ -61,7 +61,7 @@ class Server:
         tokenizer = None if path is None else AutoTokenizer.from_pretrained(path)
         if config.serve != "value":
             scorer = self._scorer(environment, tokenizer)
-            names["reward"], tokenizer = scorer.name, tokenizer or scorer.tokenizer
+            names["reward"], tokenizer = ", ".join(scorer.names), tokenizer or scorer.tokenizer
         self.served = Served(critic, scorer, names=names, tokenizer=tokenizer)
         idle_s = config.cluster.rank_timeout_s / 4
         self.worker = Worker(critic, scorer, config.limits, idle_s=idle_s)
