@@ -27,14 +27,19 @@ from trainers.config import EnvConfig
 from trainers.config_env import RewardModelConfig
 from trainers.config_remote import RemoteRewardConfig
 from trainers.config_service import LimitsConfig
+from trainers.engines import Completion
 from trainers.environments import Message, Prompt, RewardError, Sample, make_environment
 from trainers.environments.asking import LateRewardError, ask
 from trainers.environments.reward_model import RewardModelEnvironment
 from trainers.ppo import PPOTrainer
+from trainers.rewards import score
+from trainers.rollout import pack
 from trainers.run import TrainingError
 from trainers.service import messages
+from trainers.service.app import read_query
 from trainers.service.messages import InferHeader, RewardQuery, pack_samples, parse, sample_header, unpack_samples
 from trainers.service.scorer import Scorer, mine
+from trainers.service.served import Served
 from trainers.service.wire import Refused, decode, encode
 from trainers.service.worker import Inference, Worker
 
@@ -55,21 +60,31 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory, model):
-    """Of a copy reward beside a critic, of functions, and of a reward model; started side by side."""
+    """Of functions, and of a reward model beside a critic; started side by side."""
     heads = [f"env.reward_model.{key}={value}" for key, value in HEADS.items()]
+    both = ["serve=both", "value.model_name=tiny-llama", "env.name=reward_model"]
     settings = {
-        "copy": ["serve=both", "config=ppo_copy"],
         "functions": ["serve=reward", "env.name=python:tests.served_rewards.Rewards", "env.timeout_s=0.5"],
-        "model": ["serve=reward", "env.name=reward_model", f"env.reward_model.model_name={model}", *heads],
+        "model": [*both, f"env.reward_model.model_name={model}", *heads],
     }
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         started = {
             name: ServerProcess(tmp_path_factory.mktemp(name), *each, env=PYTHON) for name, each in settings.items()
         }
-        for name in started:
-            stack.callback(started[name].__exit__)
+        for server in started.values():
+            stack.callback(server.__exit__)
         list(pool.map(lambda server: server.__enter__(), started.values()))
         yield started
+
+
+@pytest.fixture(scope="module")
+def scorer(model, tokenizer) -> Scorer:
+    """The same reward model in this process."""
+    cfg = RewardModelConfig(model_name=str(model), **HEADS)
+    env = EnvConfig(name="reward_model", reward_model=cfg)
+    own = make_environment(env)
+    own.bind(tokenizer, device=CPU, dtype=torch.float32)
+    return Scorer(own, env, tokenizer)
 
 
 def remote(url: str, tokenizer=None, **settings):
@@ -124,7 +139,7 @@ def test_what_json_does_not_give_back_is_named_before_anything_is_sampled(value)
         environment.check_prompts([Prompt("<s> w5", {"ok": [1]}), Prompt("<s> w5", {"when": value})])
     with pytest.raises(RewardError, match=said) as error:
         asked(environment, [sample(), sample(when=value)])
-    assert error.value.sample == sample(when=value) or value != value
+    assert error.value.sample.prompt.metadata == {"when": value}
     state = Sample(Prompt("p"), (0,), (1,), "", "stop", DIALOGUE[:1], {"state": value})
     with pytest.raises(RewardError, match="the dialogue's metadata: its key 'state' cannot be sent"):
         asked(environment, [state])
@@ -158,13 +173,12 @@ def run(run_dir: Path, **overrides) -> list[dict]:
 
 def test_a_run_with_the_reward_on_a_server_has_the_metrics_of_one_without(tmp_path, servers):
     own = run(tmp_path / "own")
-    served = run(tmp_path / "served", env__rewards="{remote: 1.0}", env__url=servers["copy"].url)
+    served = run(tmp_path / "served", env__rewards="{remote: 1.0}", env__url=servers["functions"].url)
     assert len(own) == len(served) >= 3 and any("critic/score/mean" in row for row in own)
     for row, theirs in zip(own, served, strict=True):
         assert {name: theirs.get(name) for name in row} == row
-        assert {name for name in theirs if name not in row} <= {
-            f"{stage}/score/remote/{of}" for stage in ("critic", "val") for of in ("mean", "std")
-        }
+        parts = {f"{stage}/score/remote/{of}" for stage in ("critic", "val") for of in ("mean", "std")}
+        assert theirs.keys() - row.keys() <= parts | {"env/remote/total"}
 
 
 ROWS = [
@@ -204,11 +218,8 @@ def test_a_served_reward_that_fails(servers, tokenizer, do, said):
     assert asked(environment, [sample()]) == ask(Rewards(), [sample()])  # and it serves on
 
 
-def test_a_reward_model_gives_the_numbers_of_the_trainers_own_process(servers, tokenizer, model):
-    own = make_environment(
-        EnvConfig(name="reward_model", reward_model=RewardModelConfig(model_name=str(model), **HEADS))
-    )
-    own.bind(tokenizer, device=CPU, dtype=torch.float32)
+def test_a_reward_model_gives_the_numbers_of_the_trainers_own_process(servers, tokenizer, scorer):
+    own = scorer.environment
     environment = remote(servers["model"].url, tokenizer)
     expected = own.score(RAGGED)
     assert environment.score(RAGGED) == expected and len(set(expected)) == len(RAGGED)
@@ -224,20 +235,17 @@ def test_a_reward_model_of_another_vocabulary_is_refused(servers, tokenizer):
     with pytest.raises(ValueError, match=r"\(env.url\): its reward model has another vocabulary than the policy"):
         remote(servers["model"].url, other)
     remote(servers["functions"].url, other)  # functions read texts
-    remote(servers["copy"].url, other)  # and so does this reward, whatever the critic beside it reads
     with pytest.raises(RewardError, match=r"tokens: expected ids from 0 to 15, got 0 to 16"):
         asked(remote(servers["model"].url, tokenizer), [sample((16,))])
 
 
-def test_values_and_rewards_of_one_request(servers):
-    server = servers["copy"]
-    each = [sample((5, 5, 1), target=5), sample((5, 6), target=5)]
-    header = {"want": ["values", "rewards"], "samples": [sample_header(s) for s in each]}
-    answer = server.post("infer", encode(header, pack_samples(each)))
-    _, tensors = decode(answer.content)
-    assert tensors["rewards"].tolist() == [2 / 3, 0.5] and tensors["reward_counts"].tolist() == [1, 1]
-    assert len(tensors["values"]) == 9 and len(tensors["next_values"]) == 2
-    assert server.post("get_reward", b'{"query": []}').status_code == 404
+def test_values_and_rewards_of_one_request(servers, scorer):
+    header = {"want": ["values", "rewards"], "samples": [sample_header(row) for row in RAGGED]}
+    _, tensors = decode(servers["model"].post("infer", encode(header, pack_samples(RAGGED))).content)
+    assert tensors["rewards"].tolist() == scorer.environment.score(RAGGED)
+    assert len(tensors["values"]) == sum(len(r.prompt_ids + r.response_ids) for r in RAGGED)
+    assert len(tensors["next_values"]) == len(RAGGED) and tensors["reward_counts"].tolist() == [1] * len(RAGGED)
+    assert servers["model"].post("get_reward", b'{"query": []}').status_code == 404
 
 
 def test_one_request_of_many_that_fails_is_refused_alone(tokenizer):
@@ -332,22 +340,30 @@ def test_openrlhf_asks_for_a_function(servers, query, expected):
         assert status in (422, 504) and expected in found
 
 
-def test_openrlhf_asks_for_a_reward_model(servers, tokenizer):
+def test_openrlhf_asks_for_a_reward_model(scorer, tokenizer):
+    served = Served(None, scorer, names={"reward": "reward_model"}, tokenizer=tokenizer)
+
+    def ask_for(**query):
+        inference = read_query(served, LimitsConfig(), RewardQuery(**query))
+        (answer,) = Worker(None, scorer, LimitsConfig(), idle_s=60)._infer([inference])
+        return sum(answer.rewards, [])
+
     texts = [tokenizer.decode([*row.prompt_ids, *row.response_ids]) for row in RAGGED]
-    status, found = get_reward(servers["model"], query=texts, prompts=[""] * len(texts), labels=[""] * len(texts))
-    assert status == 200 and found == pytest.approx(remote(servers["model"].url).score(RAGGED), abs=1e-4)
-    assert get_reward(servers["model"], prompts=texts) == (200, found)
-    (one,) = get_reward(servers["model"], query=["w7"])[1]
-    (same,) = remote(servers["model"].url, tokenizer).score([Sample(Prompt(""), (7,), (), "", "stop")])
-    assert one == pytest.approx(same, abs=1e-5)
-    assert get_reward(servers["model"], query=["w7", ""]) == (422, "a text of no token cannot be scored: ''")
-    assert get_reward(servers["model"], query=[]) == (200, [])
+    expected = pytest.approx(scorer.environment.score(RAGGED), abs=1e-4)
+    assert ask_for(query=texts, prompts=[""] * len(texts), labels=[""] * len(texts)) == expected
+    assert ask_for(prompts=texts) == expected and ask_for(query=[]) == []
+    (one,), (first,) = ask_for(query=["w7"]), scorer.environment.score([Sample(Prompt(""), (7,), (), "", "stop")])
+    assert one == first
+    with pytest.raises(Refused, match="a text of no token cannot be scored: ''"):
+        ask_for(query=["w7", ""])
+    with pytest.raises(Refused, match="a sequence has 65 tokens, the model takes 64 at most"):
+        ask_for(query=["w7 " * 65])
 
 
 def test_our_trainer_asks_our_server_as_openrlhf_would(servers, tokenizer):
-    environment = remote(f"{servers['model'].url}/get_reward", tokenizer, api="openrlhf")
-    expected = remote(servers["model"].url).score(RAGGED)
-    assert sum(asked(environment, RAGGED), []) == pytest.approx(expected, abs=1e-4)
+    environment = remote(f"{servers['functions'].url}/get_reward", tokenizer, api="openrlhf")
+    each = [sample((7, 8), answer="words"), sample((9, 10, 11))]
+    assert asked(environment, each) == [[16.0], [len(" w9 w10 w11") / 7 + len("<s> w5") / 3]]
 
 
 def test_labels_reach_math_and_sentiment_reads_the_response():
@@ -524,6 +540,22 @@ def test_a_run_keeps_the_responses_that_could_not_be_rewarded(tmp_path):
     kept = [json.loads(line) for line in (tmp_path / "failed_rollout.jsonl").read_text().splitlines()]
     assert len(kept) == 16 and len(seen) == 1
     assert [row["response_ids"] for row in kept] and all(q.startswith("<s> ") for q in json.loads(seen[0][1])["query"])
+
+
+def test_a_metric_that_one_rank_was_told_and_another_was_not_is_left_out(monkeypatch):
+    class Half:
+        def score(self, samples):
+            return [1.0] * len(samples)
+
+        def metrics(self, samples, rewards):
+            return {"env/seen": 1.0, "env/both": 2.0}
+
+    batch = pack([[0], [0], [0]], [Completion([5], [0.0], "stop", 0)] * 3)
+    batch.samples = [sample((5,), prompt=prompt) for prompt in "abc"]
+    monkeypatch.setattr(dist, "part", lambda items: items[:1])
+    other = ({"": [[2.0], [4.0]]}, {"env/both": 5.0})
+    monkeypatch.setattr(dist, "together", lambda compute: [compute(), other])
+    assert score(Half(), batch).metrics == {"env/both": 4.0}  # (1 * 2 + 2 * 5) / 3
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

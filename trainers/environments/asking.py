@@ -35,9 +35,9 @@ def ask(
         answers = call_within(timeout_s, environment.score, samples)
     except TooLate as error:  # as the cause its traceback shows where the time went
         raise LateRewardError(f"{who} did not answer within env.timeout_s={timeout_s:g} seconds") from error
-    except RewardError:  # of one of several, or of a server: it says whose it is
-        raise
     except Exception as error:
+        if served_by and isinstance(error, RewardError):  # it says whose it is
+            raise
         raise RewardError(f"{who} failed: {type(error).__name__}: {error}") from error
     try:
         count = len(answers)
