@@ -58,8 +58,8 @@ class ServerProcess:
         """Signal the process, and those that it started; its exit code."""
         assert self.process is not None
         if self.process.poll() is None:
-            # torchrun's ranks have sessions of their own, which a signal to its group does not reach; it ends them itself
-            # unless it is killed.
+            # torchrun's ranks have sessions of their own, which a signal to its group does not reach; unless it is
+            # killed, it ends them itself.
             ranks = psutil.Process(self.process.pid).children(recursive=True)
             os.killpg(self.process.pid, number)
             for rank in ranks if number == signal.SIGKILL else ():
