@@ -35,7 +35,7 @@ Pair = tuple[list[int], list[int]]  # ids of prompt and continuation: the better
 
 @dataclass
 class Settings:
-    pairs: int = 768  # sampled, of which those ranked equal are left out
+    pairs: int = 1024  # sampled, of which those ranked equal are left out
     held_out: float = 0.2
     new_tokens: int = 16
     layers: int = 4  # trained, from the top

@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 START_SECONDS = 60
 
@@ -56,7 +58,13 @@ class ServerProcess:
         """Signal the process, and those that it started; its exit code."""
         assert self.process is not None
         if self.process.poll() is None:
+            # torchrun's ranks have sessions of their own, which a signal to its group does not reach; unless it is
+            # killed, it ends them itself.
+            ranks = psutil.Process(self.process.pid).children(recursive=True)
             os.killpg(self.process.pid, number)
+            for rank in ranks if number == signal.SIGKILL else ():
+                with suppress(psutil.NoSuchProcess):
+                    rank.kill()
         return self.process.wait(timeout=60)
 
     def restart(self, number: int = signal.SIGKILL) -> None:

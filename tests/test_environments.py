@@ -347,7 +347,7 @@ def test_function_that_is_none():
         ("copy:7", "did you mean copy?"),
         (
             "zzz",
-            "there are: sentiment, copy, lookup, math, reward_model, reasoning_gym:<dataset>, "
+            "there are: sentiment, copy, lookup, math, reward_model, remote, reasoning_gym:<dataset>, "
             "python:<module>.<function or class>",
         ),
     ],

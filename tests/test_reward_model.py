@@ -381,9 +381,10 @@ def test_the_script_trains_one_that_the_trainer_takes(tmp_path, tokenizer):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_reward_model_of_smollm2_ranks_as_vader_does(tmp_path):
     """Minutes: trained on SmolLM2-135M's own continuations, it ranks pairs that it has not seen."""
-    cfg, sentiment = train_reward_model.Settings(pairs=512), SentimentEnvironment()
+    cfg, sentiment = train_reward_model.Settings(), SentimentEnvironment()
     found = train_reward_model.train(
         "smollm2-135m", tmp_path / "made", cfg, prompts=OPENINGS, rank=sentiment.positivity
     )

@@ -33,7 +33,7 @@ class RemoteConfig:
 
 @dataclass
 class RemoteRewardConfig(RemoteConfig):
-    """How the server of env.url is asked."""
+    """How the server of env.url is asked. All of it, with what is sent again, happens within env.timeout_s."""
 
     api: str = opt(
         "fastppo",

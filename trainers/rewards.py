@@ -94,7 +94,8 @@ def score(
     if weighted:
         batch.reward_names = tuple(sums)
         batch.update(reward_parts=torch.tensor(list(sums.values())).T)
-    for name in next(iter(metrics for each, metrics in found if each)):
+    counted = [set(metrics) for each, metrics in found if each]
+    for name in sorted(set.intersection(*counted)):  # a server may tell one rank what it does not tell another
         sizes = [len(next(iter(each.values()))) if each else 0 for each, _ in found]
         total = sum(metrics[name] * size for (_, metrics), size in zip(found, sizes, strict=True) if size)
         batch.metrics[name] = total / sum(sizes)

@@ -66,7 +66,7 @@ class Server:
         tokenizer = None if path is None else AutoTokenizer.from_pretrained(path)
         if config.serve != "value":
             scorer = self._scorer(environment, tokenizer)
-            names["reward"], tokenizer = config.env.name, tokenizer or scorer.tokenizer
+            names["reward"], tokenizer = ", ".join(scorer.names), tokenizer or scorer.tokenizer
         self.served = Served(critic, scorer, names=names, tokenizer=tokenizer)
         idle_s = config.cluster.rank_timeout_s / 4
         self.worker = Worker(critic, scorer, config.limits, idle_s=idle_s)
@@ -101,7 +101,8 @@ class Server:
         if is_used(env):
             reads = AutoTokenizer.from_pretrained(resolve_model(env.reward_model.model_name))
         if hasattr(environment, "bind"):
-            bound = tokenizer or reads or AutoTokenizer.from_pretrained(resolve_model(environment.default_model))
+            name = self.config.value.model_name or environment.default_model
+            bound = tokenizer or reads or AutoTokenizer.from_pretrained(resolve_model(name, key="value.model_name"))
             environment.bind(bound, device=self.device, dtype=self.dtype)
         return Scorer(environment, env, reads)
 

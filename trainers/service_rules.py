@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from trainers.config import TrainerConfig, ValueConfig, walk
 from trainers.config_checks import Rule, constant_schedule
-from trainers.config_remote import TOKEN_VARIABLE
+from trainers.config_remote import TOKEN_VARIABLE, RemoteRewardConfig
 from trainers.config_service import ServeConfig, TLSConfig
 from trainers.config_types import shown
 
@@ -66,8 +66,10 @@ def malformed(config: TrainerConfig) -> Iterator[str]:
     for key, part in (("value", getattr(config, "value", None)), ("env", config.env)):
         if part is None:
             continue
-        if part.url is not None and (problem := wrong_url(part.url, path=key == "env")):
-            yield f"{key}.url={part.url}: {problem}"
+        texts = key == "env" and part.remote.api == "openrlhf"
+        if part.url is not None and (problem := wrong_url(part.url, path=texts)):
+            has_path = "; with env.remote.api=openrlhf it has one" if key == "env" and not texts else ""
+            yield f"{key}.url={part.url}: {problem}{has_path}"
         if part.remote.ca_file is not None and not Path(part.remote.ca_file).expanduser().is_file():
             yield f"{key}.remote.ca_file={part.remote.ca_file}: there is no such file"
         if part.url is not None and not fits_header(token_of(part.remote.token)):
@@ -98,6 +100,13 @@ def needed(config: TrainerConfig) -> Iterator[str]:
         return
     if env.url is None:
         yield f"{REMOTE} in env.name or env.rewards needs env.url, the server of the reward"
+    for key in ("timeout_s", "retry_s"):
+        seconds, limit = getattr(env.remote, key), env.timeout_s
+        if seconds != getattr(RemoteRewardConfig(), key) and limit is not None and seconds > limit:
+            yield (
+                f"env.remote.{key}={seconds:g} is never reached: env.timeout_s={limit:g} ends all asking before; raise "
+                "that too, or set it to null"
+            )
     if env.name == REMOTE:
         if config.data.prompts is None:
             yield f"env.name={REMOTE} needs data.prompts: it has no prompts of its own"

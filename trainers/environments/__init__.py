@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainers.extras import require
+
 if TYPE_CHECKING:
     from trainers.config import EnvConfig, TrainerConfig
 
@@ -169,6 +171,7 @@ def _make(env: EnvConfig, key: str) -> Environment:
 
         return RewardModelEnvironment(env.reward_model)
     if name == "remote" and not argument:
+        require("httpx", extra="server")
         from trainers.environments.remote import RemoteEnvironment
 
         return RemoteEnvironment(env)

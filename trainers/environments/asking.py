@@ -27,6 +27,8 @@ def ask(
         RewardError: it failed, was late, or gave anything else than as many finite numbers; names the reward.
     """
     who = f"the reward {name}" if name else "the reward"
+    if served_by := getattr(environment, "served_by", None):
+        who += f", {served_by},"
     if not hasattr(environment, "score"):  # its turns are all that pays
         return [[0.0] for _ in samples]
     try:
@@ -34,6 +36,8 @@ def ask(
     except TooLate as error:  # as the cause its traceback shows where the time went
         raise LateRewardError(f"{who} did not answer within env.timeout_s={timeout_s:g} seconds") from error
     except Exception as error:
+        if served_by and isinstance(error, RewardError):  # it says whose it is
+            raise
         raise RewardError(f"{who} failed: {type(error).__name__}: {error}") from error
     try:
         count = len(answers)

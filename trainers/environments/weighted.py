@@ -19,6 +19,8 @@ class WeightedEnvironment:
         self.default_model = tasks.default_model
         if hasattr(tasks, "step"):  # dialogues are answered by where the prompts come from
             self.step = tasks.step
+        if any(hasattr(each, "bind") for each in self._each()):
+            self.bind = self._bind
         self.own_prompts_only = getattr(tasks, "own_prompts_only", False)
 
     def prompts(self) -> list[Prompt]:
@@ -29,10 +31,14 @@ class WeightedEnvironment:
             if hasattr(environment, "check_prompts"):
                 environment.check_prompts(prompts)
 
-    def bind(self, tokenizer: Any, **policy: Any) -> None:
-        """See Environment; each of the environments once, for the prompts' may be one of the rewards'."""
+    def _each(self) -> list[Environment]:
+        """Each of the environments once, for the prompts' may be one of the rewards'."""
         rewards = [environment for environment, _ in self.rewards.values()]
-        for environment in rewards if self._tasks in rewards else [self._tasks, *rewards]:
+        return rewards if self._tasks in rewards else [self._tasks, *rewards]
+
+    def _bind(self, tokenizer: Any, **policy: Any) -> None:
+        """See Environment. Only where one of them has it: a server that serves none needs no tokenizer."""
+        for environment in self._each():
             if hasattr(environment, "bind"):
                 environment.bind(tokenizer, **policy)
 

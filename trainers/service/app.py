@@ -8,12 +8,14 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+import torch
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPBearer
@@ -301,7 +303,7 @@ def make_app(served: Served, worker: Worker, *, token: str | None, limits: Limit
             query = await asked(request, RewardQuery)
             inference = await run_in_threadpool(read_query, served, limits, query)
             answer = await compute("infer", inference)
-            return RewardAnswer(rewards=[sum(values) for values in answer.rewards])
+            return RewardAnswer(rewards=[math.fsum(values) for values in answer.rewards])
 
     return app
 
@@ -333,5 +335,7 @@ def read_query(served: Served, limits: LimitsConfig, query: RewardQuery) -> Infe
     if len(query.query or query.prompts or ()) > limits.max_sequences:
         raise Refused(f"expected limits.max_sequences={limits.max_sequences} texts at most", 413)
     samples = served.scorer.samples_of(query)
-    batch = sequences(messages.pack_samples(samples), **served.bounds(["rewards"]), most=limits.max_sequences)
+    tensors = messages.pack_samples(samples)
+    tensors["mask"] = torch.zeros_like(tensors["mask"])  # texts: nobody says which of their tokens were sampled
+    batch = sequences(tensors, **served.bounds(["rewards"]), most=limits.max_sequences)
     return Inference(["rewards"], batch, samples)

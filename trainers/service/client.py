@@ -7,7 +7,7 @@ others change nothing, or the same twice. Errors name the server and the setting
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ class Client:
     """Args:
     url: the setting's value; with a path, requests go to that path and none is added.
     key: the block of the setting, "value" or "env", for errors.
+    again: statuses after which the same request may go well.
     """
 
-    def __init__(self, url: str, cfg: RemoteConfig, *, key: str):
-        self.url, self.cfg, self.key = url.rstrip("/"), cfg, key
+    def __init__(self, url: str, cfg: RemoteConfig, *, key: str, again: Collection[int] = AGAIN):
+        self.address, self.url, self.cfg, self.key, self.again = url, url.rstrip("/"), cfg, key, again
         token = token_of(cfg.token)
         self.http = httpx.Client(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
@@ -64,8 +65,8 @@ class Client:
         return self._json(route, self._send(lambda: self.http.get(f"{self.url}/{route}", params=parameters), retry))
 
     def post(self, route: str, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A JSON request; `route` "" is the url itself."""
-        where = f"{self.url}/{route}" if route else self.url
+        """A JSON request; `route` "" is the url itself, as it was given."""
+        where = f"{self.url}/{route}" if route else self.address
         headers = {"Content-Type": "application/json"}
         return self._json(route, self._send(lambda: self.http.post(where, content=dumps(message), headers=headers)))
 
@@ -82,7 +83,9 @@ class Client:
         try:
             return loads(answer.content)
         except Refused as error:
-            raise ServerError(f"{self.who}: its answer to {route or 'the request'} cannot be read: {error}") from error
+            raise ServerError(
+                f"{self.who}: its answer to {route or 'the request'} cannot be read: {error}; got {answer.text[:200]!r}"
+            ) from error
 
     @property
     def who(self) -> str:
@@ -95,7 +98,7 @@ class Client:
             if reason is None:
                 assert isinstance(status, httpx.Response)
                 return status
-            if isinstance(status, int) and status not in AGAIN:
+            if isinstance(status, int) and status not in self.again:
                 raise ServerError(f"{self.who} refused the request ({status}): {reason}", status, facts)
             waited = time.monotonic() - start
             if not retry or waited + pause > self.cfg.retry_s:

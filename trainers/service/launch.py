@@ -34,7 +34,8 @@ class ServicePlan:
     def describe(self) -> str:
         config = self.config
         value = config.value.model_name or f"the model of env.name={config.env.name}"
-        parts = {"value": f"the critic {value}", "reward": f"the reward {config.env.name}"}
+        reward = ", ".join(config.env.rewards) or config.env.name
+        parts = {"value": f"the critic {value}", "reward": f"the reward {reward}"}
         wanted = ("value", "reward") if config.serve == "both" else (config.serve,)
         return f"service   {' and '.join(parts[name] for name in wanted)}, checkpoints in {config.run_dir}"
 

@@ -214,7 +214,7 @@ def sample_header(sample: Sample) -> dict[str, Any]:
 
 def pack_samples(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """The ids of samples, with observations, as the tensors of a request."""
-    rows = [_spans(sample) for sample in samples]
+    rows = [spans(sample) for sample in samples]
     written = [(i, who == "policy") for row in rows for who, ids in row for i in ids]
     lengths = [sum(len(ids) for _, ids in row) for row in rows]
     return {
@@ -224,7 +224,7 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Tensor]:
     }
 
 
-def _spans(sample: Sample) -> list[tuple[str, Sequence[int]]]:
+def spans(sample: Sample) -> list[tuple[str, Sequence[int]]]:
     """(author, ids) of everything in the sequence, in order."""
     messages = [(message.author, message.ids) for message in sample.messages]
     return [("prompt", sample.prompt_ids), *(messages or [("policy", sample.response_ids)])]

@@ -1,6 +1,8 @@
 """The served reward: the environment of `env.name`, as a trainer would build it, asked about samples that were sent."""
 
+import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from trainers import dist
@@ -8,6 +10,8 @@ from trainers.config import EnvConfig
 from trainers.environments import Environment, Prompt, RewardError, Sample
 from trainers.environments.asking import LateRewardError, ask
 from trainers.environments.reward_model import RewardModelEnvironment
+from trainers.environments.weighted import WeightedEnvironment
+from trainers.reward_model_rules import is_used
 from trainers.service.messages import RewardQuery
 from trainers.service.wire import Refused
 
@@ -18,6 +22,8 @@ class Scorer:
     def __init__(self, environment: Environment, env: EnvConfig, tokenizer: Any):
         self.environment, self.env, self.tokenizer = environment, env, tokenizer
         self.model = environment.model if isinstance(environment, RewardModelEnvironment) else None
+        self.names = tuple(env.rewards) or (env.name,)
+        self.reads_ids = is_used(env)  # so the policy must have its vocabulary
         # Others may compare the responses of one call, or count what they were asked.
         self.mergeable = isinstance(environment, RewardModelEnvironment) and dist.size() == 1
 
@@ -29,37 +35,50 @@ class Scorer:
             Refused (422): a reward that failed or is not finite; (504): one that was late.
         """
         samples = [sample for request in requests for sample in request]
-        mine = [samples[i] for i in dist.part(range(len(samples)))]
         try:
-            found = [values for part in dist.together(lambda: self._ask(mine)) for values in part]
+            parts = dist.together(lambda: self._ask(mine(samples)))
+            each = {name: [values for part in parts for values in part.get(name, [])] for name in self.names}
+            weighted = isinstance(self.environment, WeightedEnvironment)
+            found = self.environment.combine(samples, each) if weighted else each[self.env.name]
         except LateRewardError as error:
             raise Refused(str(error), 504) from error
         except RewardError as error:
             raise Refused(str(error), 422) from error
         answers, start = [], 0
         for request in requests:
-            values = found[start : start + len(request)]
-            answers.append((values, self._metrics(request, values, start)))
+            rows = slice(start, start + len(request))
+            sums = [[math.fsum(values) for values in part[rows]] for part in each.values()]
+            answers.append((found[rows], self._metrics(request, sums, start)))
             start += len(request)
         return answers
 
-    def _ask(self, samples: Sequence[Sample]) -> list[list[float]]:
-        return ask(self.environment, samples, name=self.env.name, timeout_s=self.env.timeout_s) if samples else []
+    def _ask(self, samples: Sequence[Sample]) -> dict[str, list[list[float]]]:
+        """What each reward says of each of the samples; nothing of none."""
+        if not samples:
+            return {}
+        name, timeout_s = self.env.name, self.env.timeout_s
+        if isinstance(self.environment, WeightedEnvironment):
+            return self.environment.score_each(samples, timeout_s)
+        return {name: ask(self.environment, samples, name=name, timeout_s=timeout_s)}
 
-    def _metrics(self, samples: Sequence[Sample], values: list[list[float]], start: int) -> dict[str, float]:
-        """`start`: of these samples among those that were scored together."""
+    def _metrics(self, samples: Sequence[Sample], sums: list[list[float]], start: int) -> dict[str, float]:
+        """`sums`: of each reward, of each sample; `start`: of these samples among those that were scored together."""
         if not samples or not hasattr(self.environment, "metrics") or dist.size() > 1:
             return {}
-        totals = [sum(each) for each in values]
         if isinstance(self.environment, RewardModelEnvironment):
-            return self.environment.metrics(samples, totals, start)
-        return self.environment.metrics(samples, totals)
+            found = self.environment.metrics(samples, sums[0], start)
+        elif isinstance(self.environment, WeightedEnvironment):
+            found = self.environment.metrics(samples, list(zip(*sums, strict=True)))
+        else:
+            found = self.environment.metrics(samples, sums[0])
+        numbers = {name: float(value) for name, value in found.items()}
+        return {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no other
 
     def samples_of(self, query: RewardQuery) -> list[Sample]:
         """OpenRLHF's texts as samples: `query`, prompt and response as one text, else `prompts` as whole texts.
 
         Raises:
-            Refused (422): neither of them; lists of several lengths; a text of no token.
+            Refused (422): neither of them; lists of several lengths; a text of no token, for a reward model.
         """
         texts = query.query if query.query is not None else query.prompts
         if texts is None:
@@ -80,3 +99,9 @@ class Scorer:
         # A text has no tokens of the policy's: a model reads it at its last one, a function reads the text.
         metadata = {} if label is None else {"answer": label, "label": label}
         return Sample(Prompt(prompt, metadata), tuple(ids[:-1]), (ids[-1],), text[len(prompt) :], "stop")
+
+
+def mine(samples: Sequence[Sample]) -> list[Sample]:
+    """This rank's. The responses to one prompt, which a reward may compare, stay together."""
+    prompts = [list(group) for _, group in groupby(samples, key=lambda sample: (sample.prompt, sample.prompt_ids))]
+    return [sample for group in dist.part(prompts) for sample in group]

@@ -48,6 +48,8 @@ class Served:
             facts |= {"run": self.critic.run, "step": self.critic.step, "compute_dtype": self.critic.facts["dtype"]}
             facts["value"] = served_settings(self.critic.value.cfg)
         facts |= self.bounds([name for name, part in (("values", self.critic), ("rewards", self.scorer)) if part])
+        if self.scorer is not None:
+            facts["reward_model"] = self.scorer.reads_ids
         if vocab is not None and self.tokenizer is not None:
             facts["vocab_digest"] = self._digest(vocab)
         return facts
