@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -104,9 +105,9 @@ def test_the_numbers_of_a_local_critic(server, unbroken, tmp_path):
 def test_the_policy_scores_while_the_critic_infers(server, tmp_path, monkeypatch):
     """The critic's half second is not added to the step: what is left of it when the log-probs are there is."""
 
-    def slowly(self, step, body, ask=RemoteValue._infer):
+    def slowly(self, *arguments, ask=RemoteValue._infer):
         time.sleep(0.5)
-        return ask(self, step, body)
+        return ask(self, *arguments)
 
     def score(self, batch, want, policy=PPOTrainer.score_logprobs):
         time.sleep(0.4)
@@ -121,21 +122,23 @@ def test_the_policy_scores_while_the_critic_infers(server, tmp_path, monkeypatch
 
 
 def test_a_server_killed_in_the_middle_of_steps(tmp_path, unbroken, monkeypatch):
-    """Before its first checkpoint (of 4 requests), right after it, and between the two requests of a step. It comes
+    """Before its first checkpoint (of 4 requests), after it, and once more while it is brought up to date. It comes
     back at the checkpoint, and the client sends the gap again."""
     with ServerProcess(tmp_path / "server", "config=ppo_copy", "infer_batch_size=8") as server:
-        kills = [3, 5, 10]
+        kills, sent = [], []
 
-        def train(self, n, body, send=RemoteValue._train):
-            if n in kills:
-                kills.remove(n)
-                server.end(signal.SIGKILL)
-                threading.Thread(target=server.start).start()
-            return send(self, n, body)
+        def exchange(self, route, body, send=Client.exchange):
+            if route == "train":
+                sent.append(body)
+                if len(sent) in (3, 10, 12):
+                    kills.append(len(sent))
+                    server.end(signal.SIGKILL)
+                    threading.Thread(target=server.start).start()
+            return send(self, route, body)
 
-        monkeypatch.setattr(RemoteValue, "_train", train)
+        monkeypatch.setattr(Client, "exchange", exchange)
         run(small(tmp_path / "run", server.url))
-        assert not kills
+        assert kills == [3, 10, 12]
         assert_same(server, tmp_path / "run", unbroken)
 
 
@@ -190,12 +193,104 @@ def test_one_run_at_a_time(server, tmp_path):
     """A run that has trained the critic and is not over keeps others out; once it is over the next begins afresh."""
     first = PPOTrainer(small(tmp_path / "first", server.url, ppo__max_num_steps=1))
     first.fit()
-    with pytest.raises(TrainingError, match=r"trained to step 2: end that run first .* another run_dir"):
+    with pytest.raises(TrainingError, match=r"trained to step 2: end that run first"):
         PPOTrainer(small(tmp_path / "second", server.url))
     first.close()
     second = PPOTrainer(small(tmp_path / "second", server.url))
     assert server.get("info").json()["step"] == 0
     second.close()
+
+
+def test_a_run_that_has_trained_nothing_yet_keeps_others_out_too(server, tmp_path):
+    first = PPOTrainer(small(tmp_path / "first", server.url, ppo__max_num_steps=1))
+    with pytest.raises(TrainingError, match=r"trained to step 0: end that run first.* POST .* to /release"):
+        PPOTrainer(small(tmp_path / "second", server.url))
+    first.fit()
+    first.close()
+
+
+def test_a_run_that_was_released_takes_its_critic_back(server, tmp_path, unbroken):
+    """As after trainers.train(): whoever trains on gets the critic as it was."""
+    trainer = PPOTrainer(small(tmp_path, server.url, ppo__max_num_steps=4))
+    trainer.fit()
+    trainer.release()
+    assert server.get("info").json()["run"] is None
+    trainer.cfg.max_num_steps = 6
+    trainer.fit()
+    trainer.close()
+    assert_same(server, tmp_path, unbroken)
+
+
+def test_a_rollout_beyond_the_servers_limits_goes_in_several_requests(server, tmp_path, unbroken, monkeypatch):
+    asked = []
+
+    def exchange(self, route, body, send=Client.exchange):
+        asked.extend([route] if route == "infer" else [])
+        return send(self, route, body)
+
+    monkeypatch.setattr(Client, "exchange", exchange)
+    trainer = PPOTrainer(small(tmp_path, server.url, ppo__max_num_steps=2))
+    trainer.value.info["max_sequences"] = 8  # whole passes of infer_batch_size, so that not a bit changes
+    trainer.fit()
+    trainer.close()
+    assert len(asked) == 2 * 2
+    assert lines(tmp_path) == lines(unbroken)[:2]
+
+
+class Failing(httpx.BaseTransport):
+    """Fails `times` times, each after `seconds`, then answers."""
+
+    def __init__(self, times: int, seconds: float):
+        self.left, self.seconds = times, seconds
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if self.left:
+            self.left -= 1
+            time.sleep(self.seconds)
+            raise httpx.ReadTimeout("nothing came")
+        return httpx.Response(200, json={"fine": True})
+
+
+@pytest.mark.parametrize(("times", "fine"), [(1, True), (10**6, False)])
+def test_patience_begins_with_the_first_failure(times, fine):
+    """An attempt that took longer than retry_s is made again all the same."""
+    client = Client("http://127.0.0.1:1", RemoteConfig(retry_s=0.3), key="value")
+    client.http = httpx.Client(transport=Failing(times, 0.4))
+    if fine:
+        assert client.get("info") == {"fine": True}
+    else:
+        with pytest.raises(ServerError, match=r"value.remote.retry_s=0.3 seconds: no answer within"):
+            client.get("info")
+    client.close()
+
+
+def test_closing_gives_up_what_is_under_way():
+    client = Client("http://127.0.0.1:9", RemoteConfig(), key="value")
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(client.get, "info")
+        time.sleep(0.3)
+        start = time.monotonic()
+        client.close()
+        with pytest.raises(ServerError):
+            asked.result(timeout=10)
+    assert time.monotonic() - start < 5
+
+
+def test_a_critic_that_begins_anew_is_told_of_all_the_while(server, tmp_path):
+    """Another thread reads what is served while the model is built again."""
+    client = Client(server.url, RemoteConfig(), key="value")
+    statuses = set()
+    with ThreadPoolExecutor() as pool:
+        for number in range(3):
+            client.post("load", {"run": f"r{number}", "step": 0})
+            assert server.post("train", train_body(1, run=f"r{number}")).status_code == 200
+            client.post("release", {"run": f"r{number}"})
+            anew = pool.submit(client.post, "load", {"run": f"s{number}", "step": 0})
+            while not anew.done():
+                statuses.add(server.get("info").status_code)
+            client.post("release", {"run": f"s{number}"})
+    assert statuses == {200}
+    client.close()
 
 
 def train_body(number: int, seed: int = 0, run: str = "r") -> bytes:
@@ -334,6 +429,7 @@ def test_a_server_that_lost_its_checkpoints(tmp_path, monkeypatch):
         ({"value__url": "http://u:p@a:1"}, "use the setting remote.token"),
         ({"value__url": "http://a:1/x"}, "without a path"),
         ({"value__url": "http://a:1", "value__detach_trunk": False}, "value.detach_trunk=false has no effect"),
+        ({"value__url": "http://a:1", "value__offload": True}, "value.offload=true has no effect"),
         ({"value__url": "https://a:1", "value__remote__ca_file": "/no"}, "value.remote.ca_file=/no: there is no such"),
         ({"value__url": "http://a:1", "value__train_global_batch_size": 7}, "value.train_global_batch_size=7 does not"),
     ],

@@ -86,4 +86,5 @@ def train(
         metric_fn=metric_fn,
     )
     trainer.fit()
+    trainer.release()
     return trainer

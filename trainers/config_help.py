@@ -21,6 +21,17 @@ usage: {prog} [config=FILE.yaml or recipe] [key=value ...] [--help] [--print-con
   --doctor       make one step, look for what commonly goes wrong in it, say so in words, and stop: 0 if all is well
 """
 
+SERVICE_USAGE = """\
+usage: {prog} [config=FILE.yaml or recipe] [key=value ...] [--help] [--print-config] [--dry-run]
+
+{description}
+
+  config=FILE    start from a YAML file, the server's own or the training run's, or a recipe: {recipes}
+  key=value      change one setting; the value is YAML: 0.1, true, null, [0.9, 0.99], "{{name: 1}}"
+  --print-config print the settings as YAML, which config= takes, and stop
+  --dry-run      check the settings, say what they serve, and stop; no model is looked at
+"""
+
 MARKDOWN = """\
 # Settings
 
@@ -52,7 +63,8 @@ def meaning(field: Any) -> str:
 def help_text(config: Any, *, prog: str, description: str, recipes: Sequence[str], width: int | None = None) -> str:
     """Every key with its default and its meaning, block by block, wrapped to `width` (default: the terminal's)."""
     width = max(40, min(width or shutil.get_terminal_size((100, 24)).columns, 160))
-    parts = [USAGE.format(prog=prog, description=fold(description, width), recipes=", ".join(recipes))]
+    usage = USAGE if hasattr(type(config), "algorithm") else SERVICE_USAGE
+    parts = [usage.format(prog=prog, description=fold(description, width), recipes=", ".join(recipes))]
     column = min(48, width // 2)
     for name, doc, leaves in blocks(config):
         lines = [fold(f"{name}: {doc}" if doc else name, width)]

@@ -22,11 +22,11 @@ class RemoteConfig:
     )
     connect_timeout_s: float = opt(10.0, "seconds in which a connection must stand", free=True)
     timeout_s: float = opt(
-        600.0, "seconds in which an answer must have come; then the request is sent again", free=True
+        600.0, "seconds without a byte of the answer after which the request is sent again", free=True
     )
     retry_s: float = opt(
         300.0,
-        "seconds for which a server that cannot be reached, or restarts, is asked again; then the run saves and stops",
+        "seconds after the first failure in which a server that cannot be reached is asked again; then the run stops",
         free=True,
     )
 

@@ -71,6 +71,7 @@ class ServeConfig:
 TRAINERS_OWN = (
     *("value.mode", "value.url", "value.train_global_batch_size", "value.detach_trunk", "value.loss_coef"),
     *("value.offload", "value.remote.", "env.url", "env.remote.", "env.constant_reward_steps"),
+    "cluster.device_memory_gb",
 )
 FROM_POLICY = {
     "policy.model_name": "value.model_name",

@@ -95,6 +95,9 @@ class PPOTrainer(Trainer):
         super().offload()
         self.value.offload()
 
+    def release(self) -> None:
+        self.value.release()
+
     def close(self) -> None:
         super().close()
         self.value.close()

@@ -67,7 +67,7 @@ class Server:
         if config.serve != "value":
             scorer = self._scorer(environment, tokenizer)
             names["reward"], tokenizer = ", ".join(scorer.names), tokenizer or scorer.tokenizer
-        self.served = Served(critic, scorer, names=names, tokenizer=tokenizer)
+        self.served = Served(critic, scorer, config.limits, names=names, tokenizer=tokenizer)
         idle_s = config.cluster.rank_timeout_s / 4
         self.worker = Worker(critic, scorer, config.limits, idle_s=idle_s)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from trainers.batch_plan import launched_ranks
 from trainers.config import TrainerConfig, ValueConfig, walk
 from trainers.config_checks import Rule, constant_schedule
 from trainers.config_remote import TOKEN_VARIABLE, RemoteRewardConfig
@@ -33,7 +34,7 @@ def unused_rules(config: TrainerConfig) -> list[Rule]:
     critic, env = config.critic, config.env
     remote = critic is not None and critic.mode == "remote"
     return [
-        (remote, "value: detach_trunk loss_coef", "value.mode=remote, which shares no trunk and no step"),
+        (remote, "value: detach_trunk loss_coef offload", "value.mode=remote, whose critic is elsewhere"),
         (critic is not None and not remote, "value: url", f"value.mode={critic.mode if critic else ''}"),
         (critic is not None and not remote, "value.remote: *", f"value.mode={critic.mode if critic else ''}"),
         (not gives_rewards(env), "env: url", f"env.name={env.name}"),
@@ -94,6 +95,13 @@ def wrong_url(url: str, *, path: bool) -> str | None:
 
 def needed(config: TrainerConfig) -> Iterator[str]:
     critic, env = config.critic, config.env
+    remote = critic.remote if critic is not None and critic.mode == "remote" else None
+    limit, longest = config.cluster.rank_timeout_s, remote.timeout_s + remote.retry_s if remote else 0.0
+    if launched_ranks() > 1 and limit <= longest:
+        yield (
+            f"cluster.rank_timeout_s={limit:g}: the other ranks wait while one asks the server, up to "
+            f"value.remote.timeout_s + value.remote.retry_s = {longest:g} seconds"
+        )
     if critic is not None and critic.mode == "remote" and critic.url is None:
         yield "value.mode=remote needs value.url, the server that python -m trainers.serve_critic prints at its start"
     if not gives_rewards(env):

@@ -161,6 +161,9 @@ class Trainer:
             self.logger = log
             yield
 
+    def release(self) -> None:
+        """Let others have what the run had on servers; training on takes it back."""
+
     def close(self) -> None:
         """End the generation engine, and the processes that it may have: nothing can be sampled any more."""
         self.engine.close()

@@ -107,7 +107,7 @@ class Gate:
                 raise
             await answer_refused(Refused("the server is ending", 503))(scope, receive, seen)
         except Exception as error:
-            logger.exception("%s failed", route, exc_info=error)
+            logger.exception("%r failed", route, exc_info=error)
             if status:  # the answer has begun: its connection ends
                 raise
             await answer_refused(failure(error))(scope, receive, seen)
@@ -235,7 +235,7 @@ def make_app(served: Served, worker: Worker, *, token: str | None, limits: Limit
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether requests are computed."""
+        """Whether requests are taken."""
         return {"status": "ok"}
 
     @app.get("/info")
@@ -295,15 +295,15 @@ def make_app(served: Served, worker: Worker, *, token: str | None, limits: Limit
         await compute("release", wanted.run)
         return {"run": None}
 
-    if served.critic is None:
-
-        @app.post("/get_reward", openapi_extra=json_route(RewardQuery))
-        async def get_reward(request: Request) -> RewardAnswer:
-            """Rewards of texts, as OpenRLHF asks for them."""
-            query = await asked(request, RewardQuery)
-            inference = await run_in_threadpool(read_query, served, limits, query)
-            answer = await compute("infer", inference)
-            return RewardAnswer(rewards=[math.fsum(values) for values in answer.rewards])
+    @app.post("/get_reward", openapi_extra=json_route(RewardQuery))
+    async def get_reward(request: Request) -> RewardAnswer:
+        """Rewards of texts, as OpenRLHF asks for them; with serve=reward."""
+        query = await asked(request, RewardQuery)
+        if served.critic is not None:
+            raise Refused("texts are scored by a server that was started with serve=reward", 404)
+        inference = await run_in_threadpool(read_query, served, limits, query)
+        answer = await compute("infer", inference)
+        return RewardAnswer(rewards=[math.fsum(values) for values in answer.rewards])
 
     return app
 

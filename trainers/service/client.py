@@ -6,6 +6,7 @@ others change nothing, or the same twice. Errors name the server and the setting
 
 import json
 import ssl
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from trainers.run import TrainingError
 from trainers.service.wire import MEDIA_TYPE, Refused, decode, dumps, loads
 from trainers.service_rules import token_of
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S, LAST_WORD_S = 0.1, 5.0, 5.0
 AGAIN = (408, 429, 502, 503)  # the server, or what stands before it, may answer a little later
 
 
@@ -40,10 +41,14 @@ class Client:
 
     def __init__(self, url: str, cfg: RemoteConfig, *, key: str, again: Collection[int] = AGAIN):
         self.address, self.url, self.cfg, self.key, self.again = url, url.rstrip("/"), cfg, key, again
-        token = token_of(cfg.token)
-        self.http = httpx.Client(
+        self.closing = threading.Event()  # set: nothing is sent again
+        self.http = self._connections(cfg.timeout_s)
+
+    def _connections(self, timeout_s: float) -> httpx.Client:
+        token = token_of(self.cfg.token)
+        return httpx.Client(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(cfg.timeout_s, connect=cfg.connect_timeout_s),
+            timeout=httpx.Timeout(timeout_s, connect=min(self.cfg.connect_timeout_s, timeout_s)),
             verify=self._certificates(),
             trust_env=False,  # a proxy of the environment is for other hosts than these
         )
@@ -59,7 +64,20 @@ class Client:
             raise ValueError(f"{self.key}.remote.ca_file={self.cfg.ca_file}: {error}") from error
 
     def close(self) -> None:
+        """What is under way in another thread fails at once."""
+        self.closing.set()
         self.http.close()
+
+    def last_word(self, route: str, message: Mapping[str, Any]) -> str | None:
+        """A JSON request after close(), tried for a few seconds; why it failed, if it did."""
+        reason = None
+        with self._connections(LAST_WORD_S) as http:
+            for _ in range(3):
+                reason, status, _ = self._problem(lambda: http.post(f"{self.url}/{route}", json=dict(message)))
+                if reason is None or (isinstance(status, int) and status not in self.again):
+                    break
+                time.sleep(FIRST_PAUSE_S)
+        return reason
 
     def get(self, route: str, *, retry: bool = True, **parameters: Any) -> dict[str, Any]:
         return self._json(route, self._send(lambda: self.http.get(f"{self.url}/{route}", params=parameters), retry))
@@ -92,7 +110,7 @@ class Client:
         return f"the server {self.url} ({self.key}.url)"
 
     def _send(self, send: Callable[[], httpx.Response], retry: bool = True) -> httpx.Response:
-        start, pause = time.monotonic(), FIRST_PAUSE_S
+        first_failure, pause = None, FIRST_PAUSE_S
         while True:
             reason, status, facts = self._problem(send)
             if reason is None:
@@ -100,13 +118,15 @@ class Client:
                 return status
             if isinstance(status, int) and status not in self.again:
                 raise ServerError(f"{self.who} refused the request ({status}): {reason}", status, facts)
-            waited = time.monotonic() - start
-            if not retry or waited + pause > self.cfg.retry_s:
+            # From the first failure on: that one may have taken timeout_s.
+            first_failure = time.monotonic() if first_failure is None else first_failure
+            if not retry or self.closing.is_set() or time.monotonic() - first_failure + pause > self.cfg.retry_s:
                 limit = f" within {self.key}.remote.retry_s={self.cfg.retry_s:g} seconds" if retry else ""
                 raise ServerError(f"{self.who} did not answer{limit}: {reason}")
             if pause == FIRST_PAUSE_S:
-                print(f"waiting for {self.who}: {reason}", flush=True)
-            time.sleep(pause)
+                limit = f"up to {self.cfg.retry_s:g} seconds ({self.key}.remote.retry_s)"
+                print(f"waiting {limit} for {self.who}: {reason}", flush=True)
+            self.closing.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _problem(
@@ -119,7 +139,9 @@ class Client:
             limit = "connect_timeout_s" if isinstance(error, httpx.ConnectTimeout) else "timeout_s"
             seconds = getattr(self.cfg, limit)
             return f"no answer within {self.key}.remote.{limit}={seconds:g} seconds", None, {}
-        except httpx.TransportError as error:
+        except (httpx.TransportError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not self.closing.is_set():
+                raise
             return f"{type(error).__name__}: {error}", None, {}
         if answer.status_code == 200:
             return None, answer, {}

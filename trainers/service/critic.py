@@ -162,12 +162,13 @@ class Critic:
         """Become the critic of a run at a step: as it was before any training, or as a checkpoint has it.
 
         Raises:
-            Refused (409): another run has trained the critic and has not released it; there is no such checkpoint.
+            Refused (409): another run has the critic and has not released it; there is no such checkpoint.
         """
-        if self.run is not None and self.run != request.run and self.step:
+        if self.run is not None and self.run != request.run:
             raise Refused(
-                f"the critic is run {self.run}'s, trained to step {self.step}: end that run first (its client releases "
-                "the critic), or start the server with another run_dir", 409, run=self.run, step=self.step,
+                f"the critic is run {self.run}'s, trained to step {self.step}: end that run first, which releases the "
+                f'critic; if it is gone for good, POST {{"run": "{self.run}"}} to /release, or start the server with '
+                "another run_dir", 409, run=self.run, step=self.step,
             )  # fmt: skip
         source = request.source or request.run
         if (self.run, self.step) != (source, request.step):
@@ -183,24 +184,30 @@ class Critic:
 
     def _restore(self, run: str, step: int) -> None:
         folder = self.folder / run / f"step_{step}"
+        dist.together(lambda: self._check(run, step, folder))  # of several ranks each reads it
+        _, state = checkpoint.read_state(folder)
+        self.value.load(folder / "critic")
+        self.value.load_state_dict(state["value"])
+        self.answers = OrderedDict((int(n), Answer(**a)) for n, a in state["answers"].items())
+        self.step, self.saved = step, {step}
+
+    def _check(self, run: str, step: int, folder: Path) -> None:
+        """Refused (409) unless the checkpoint is there, and of a critic with these facts."""
+        where = {"run": self.run, "step": self.step}
         if not folder.is_dir():
             there = [int(path.name.removeprefix("step_")) for path in checkpoint.listed(folder.parent)]
             raise Refused(
                 f"there is no checkpoint of run {run} at step {step} in the server's run_dir; there are: {there}", 409,
-                run=self.run, step=self.step, checkpoints=there,
+                **where, checkpoints=there,
             )  # fmt: skip
-        record, state = checkpoint.read_state(folder)
+        record = json.loads((folder / "training.json").read_text())
         other = [
             f"{key}={shown(then)}, here it is {shown(self.facts.get(key))}"
             for key, then in record["facts"].items()
             if self.facts.get(key) != then
         ]
         if other:
-            raise Refused(f"{folder} was made with {'; '.join(other)}", 409, run=self.run, step=self.step)
-        self.value.load(folder / "critic")
-        self.value.load_state_dict(state["value"])
-        self.answers = OrderedDict((int(n), Answer(**a)) for n, a in state["answers"].items())
-        self.step, self.saved = step, {step}
+            raise Refused(f"{folder} was made with {'; '.join(other)}", 409, **where)
 
     def release(self, run: str) -> None:
         """Another run may have the critic now. What was not saved is lost once one takes it."""
@@ -215,9 +222,12 @@ class Critic:
 
 def read_current(folder: Path) -> dict[str, Any] | None:
     """The run and the step to start from again, and the facts of its checkpoint if there is one; None: afresh."""
+    path = folder / "current.json"
     try:
-        current = json.loads((folder / "current.json").read_text())
+        current = json.loads(path.read_text())
+        record = folder / current["run"] / f"step_{current['step']}" / "training.json"
+        return current | {"facts": json.loads(record.read_text())["facts"] if record.is_file() else {}}
     except FileNotFoundError:
         return None
-    record = folder / current["run"] / f"step_{current['step']}" / "training.json"
-    return current | {"facts": json.loads(record.read_text())["facts"] if record.is_file() else {}}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} or the checkpoint that it names is damaged: {error!r}") from error

@@ -37,7 +37,8 @@ class ServicePlan:
         reward = ", ".join(config.env.rewards) or config.env.name
         parts = {"value": f"the critic {value}", "reward": f"the reward {reward}"}
         wanted = ("value", "reward") if config.serve == "both" else (config.serve,)
-        return f"service   {' and '.join(parts[name] for name in wanted)}, checkpoints in {config.run_dir}"
+        kept = "" if config.serve == "reward" else f", checkpoints in {config.run_dir}"
+        return f"service   {' and '.join(parts[name] for name in wanted)}{kept}"
 
 
 def check(config: ServeConfig) -> ServicePlan:
@@ -101,9 +102,9 @@ def launch(description: str, argv: list[str] | None = None) -> int:
         return 2
     try:
         server.run()
-    except Exception:
+    except BaseException:  # a reward's sys.exit(0) is no reason to end with 0
         traceback.print_exc()
-        print(f"{PROG}: error: it cannot be sure of its weights any more: start it again", file=sys.stderr)
+        print(f"{PROG}: error: it ends, since what failed leaves its state in doubt: start it again", file=sys.stderr)
         sys.stdout.flush()
         os._exit(1)  # other threads may hold the process
     dist.stop()

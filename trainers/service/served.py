@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from trainers.config_service import LimitsConfig
 from trainers.service.critic import Critic
 from trainers.service.scorer import Scorer
 from trainers.service.wire import Refused
@@ -13,10 +14,31 @@ from trainers.service_rules import served_settings
 
 
 class Served:
-    """Args: models: {"value" or "reward": model}, of those that are models; tokenizer: what they read with, if any."""
+    """Read by any thread, so it asks no model: while a critic begins anew it has none.
 
-    def __init__(self, critic: Critic | None, scorer: Scorer | None, *, names: dict[str, str], tokenizer: Any):
+    Args: names: of what is served, under "value" and "reward"; tokenizer: what is read with, if anything is.
+    """
+
+    def __init__(
+        self,
+        critic: Critic | None,
+        scorer: Scorer | None,
+        limits: LimitsConfig,
+        *,
+        names: dict[str, str],
+        tokenizer: Any,
+    ):
         self.critic, self.scorer, self.names, self.tokenizer = critic, scorer, names, tokenizer
+        self.limits = {"max_sequences": limits.max_sequences, "max_body_mb": limits.max_body_mb}
+        self.settings: dict[str, Any] = {}
+        self.models: dict[str, tuple[int, list[int | None]]] = {}  # rows of the embedding, limits of a sequence
+        if critic is not None:
+            cfg, (rows, positions) = critic.value.cfg, limits_of(critic.value.model)
+            self.settings = served_settings(cfg)
+            self.models["values"] = (rows, [positions, cfg.max_tokens_per_micro_batch])
+        if scorer is not None and scorer.model is not None:
+            rows, positions = limits_of(scorer.model)
+            self.models["rewards"] = (rows, [positions, scorer.env.reward_model.max_tokens_per_micro_batch])
 
     def needs_critic(self) -> None:
         if self.critic is None:
@@ -32,22 +54,17 @@ class Served:
 
     def bounds(self, want: Sequence[str]) -> dict[str, Any]:
         """What a sequence may hold: ids below `vocab_size`, up to `longest` tokens."""
-        found = []
-        if "values" in want and self.critic is not None:
-            value = self.critic.value
-            found.append((*limits_of(value.model), value.cfg.max_tokens_per_micro_batch))
-        if "rewards" in want and self.scorer is not None and (model := self.scorer.model) is not None:
-            found.append((*limits_of(model), self.scorer.env.reward_model.max_tokens_per_micro_batch))
-        vocab = min([vocab for vocab, *_ in found], default=2**31)
-        longest = [limit for _, *each in found for limit in each if limit is not None]
+        found = [self.models[name] for name in want if name in self.models]
+        vocab = min([vocab for vocab, _ in found], default=2**31)
+        longest = [limit for _, limits in found for limit in limits if limit is not None]
         return {"vocab_size": vocab, "longest": min(longest, default=None)}
 
     def info(self, vocab: int | None = None) -> dict[str, Any]:
-        facts: dict[str, Any] = {"serves": dict(self.names), "run": None, "step": None}
+        facts: dict[str, Any] = {"serves": dict(self.names), "run": None, "step": None, **self.limits}
         if self.critic is not None:
             facts |= {"run": self.critic.run, "step": self.critic.step, "compute_dtype": self.critic.facts["dtype"]}
-            facts["value"] = served_settings(self.critic.value.cfg)
-        facts |= self.bounds([name for name, part in (("values", self.critic), ("rewards", self.scorer)) if part])
+            facts["value"] = self.settings
+        facts |= self.bounds(list(self.models))
         if self.scorer is not None:
             facts["reward_model"] = self.scorer.reads_ids
         if vocab is not None and self.tokenizer is not None:

@@ -145,9 +145,10 @@ class Worker:
         return taken
 
     def _mergeable(self, job: Job) -> bool:
-        return job.name == "infer" and (
-            "rewards" not in job.arguments[0].want or (self.scorer is not None and self.scorer.mergeable)
-        )
+        """A run's own requests are computed alone, and so to the same bits each time; it has one under way anyway."""
+        if job.name != "infer" or job.arguments[0].run is not None:
+            return False
+        return "rewards" not in job.arguments[0].want or (self.scorer is not None and self.scorer.mergeable)
 
     def _tokens(self, job: Job) -> int:
         return job.arguments[0].batch.tokens.numel() if job.name == "infer" else 0
@@ -189,21 +190,20 @@ class Worker:
         try:
             self._everywhere("infer", asked)
             answers = self._infer(asked)
-        except Exception as error:
-            if len(jobs) == 1:
-                jobs[0].future.set_exception(ending(error) if leaves_doubt(error) else error)
-                if leaves_doubt(error):
-                    raise
-            else:
-                for job in jobs:
-                    self._inferences([job])
         except BaseException as error:
-            for job in jobs:
-                job.future.set_exception(ending(error))
-            raise
+            if leaves_doubt(error):
+                for job in jobs:
+                    job.future.set_exception(ending(error))
+                raise
+            if len(jobs) == 1:
+                jobs[0].future.set_exception(error)
+                return
         else:
             for job, answer in zip(jobs, answers, strict=True):
                 job.future.set_result(answer)
+            return
+        for job in jobs:  # not inside `except`, where the error would keep the failed pass's memory
+            self._inferences([job])
 
     def _infer(self, asked: Sequence[Inference]) -> list[Inferred]:
         start = time.monotonic()

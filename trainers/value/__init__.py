@@ -42,6 +42,9 @@ class Value(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    def release(self) -> None:
+        """The run is over, as far as one can tell: what it held elsewhere is free."""
+
     def close(self) -> None: ...
 
 
@@ -66,6 +69,8 @@ class BaseValue:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def release(self) -> None: ...
 
     def close(self) -> None: ...
 

@@ -9,16 +9,18 @@ the run holds the number of the last request that it contains, and the server a 
 """
 
 import atexit
+import itertools
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from trainers import dist
@@ -28,7 +30,7 @@ from trainers.losses import ValueLoss
 from trainers.optim import StepMetrics
 from trainers.rollout import RolloutBatch
 from trainers.run import TrainingError
-from trainers.service.client import FIRST_PAUSE_S, Client, ServerError
+from trainers.service.client import Client, ServerError
 from trainers.service.messages import packed
 from trainers.service.served import vocab_digest
 from trainers.service.wire import encode
@@ -36,6 +38,9 @@ from trainers.service_rules import otherwise_served
 from trainers.value import BaseValue
 
 T = TypeVar("T")
+VALUES = ("values", "next_values")
+HEADER_ROOM = 65536  # bytes of a request beside its tensors
+MOST_RESTARTS = 100  # of a server during one request
 
 
 class Journal:
@@ -48,10 +53,13 @@ class Journal:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, number: int, body: bytes) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self._path(number).with_suffix(".partial")
-        partial.write_bytes(body)
-        os.replace(partial, self._path(number))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial = self._path(number).with_suffix(".partial")
+            partial.write_bytes(body)
+            os.replace(partial, self._path(number))
+        except OSError as error:
+            raise TrainingError(f"a train request cannot be kept in {self.folder}: {error}") from error
 
     def read(self, number: int) -> bytes:
         return self._path(number).read_bytes()
@@ -93,15 +101,21 @@ class RemoteValue(BaseValue):
 
     def _begin(self, tokenizer: Any, resumed: Path | None) -> None:
         self._check(tokenizer)
-        self.journal.clear()
         if resumed is None:
-            self.client.post("load", {"run": self.run, "step": 0})
+            self._claim({"run": self.run, "step": 0})
+            self.journal.clear()
 
     def _check(self, tokenizer: Any) -> None:
         vocab = max(tokenizer.get_vocab().values(), default=-1) + 1
-        info = self.client.get("info", vocab=vocab)
+        info = self.info = self.client.get("info", vocab=vocab)
         if "value" not in info.get("serves", {}):
             raise TrainingError(f"{self.client.who} serves no value model: start it with serve=value or serve=both")
+        if (size := self.cfg.train_global_batch_size) > (most := info["max_sequences"]):
+            raise TrainingError(
+                f"value.train_global_batch_size={size}, but {self.client.who} takes limits.max_sequences={most} a request"
+            )
+        served, rate = info["serves"]["value"], info["value"]["optimizer.lr"]
+        print(f"critic    {served} at {self.client.url}, {info['compute_dtype']}, learning rate {rate:g}", flush=True)
         if problems := otherwise_served(self.cfg, info["value"]):
             raise TrainingError(
                 f"{self.client.who} serves another critic than the settings say: " + "; ".join(problems)
@@ -114,9 +128,26 @@ class RemoteValue(BaseValue):
             )
 
     def infer(self, batch: RolloutBatch) -> "Answer":
-        body = encode({"run": self.run, "step": self.sent, "want": ["values"]}, packed(batch))
+        """In one request, or in as many as the server's limits make of it."""
+        header = {"run": self.run, "step": self.sent, "want": ["values"]}
+        parts = self._within_limits(batch) if dist.is_main() else []
+        bodies = [encode(header, packed(batch.select(rows) if len(parts) > 1 else batch)) for rows in parts]
         step = self.sent
-        return Answer(self._submit(lambda: self._timed("critic_infer", lambda: self._infer(step, body))))
+        return Answer(self._submit(lambda: self._timed("critic_infer", lambda: self._infer(step, bodies, batch))))
+
+    def _within_limits(self, batch: RolloutBatch) -> list[Tensor]:
+        """The rows of each request, in order."""
+        most, room = self.info["max_sequences"], self.info["max_body_mb"] * 1e6 - HEADER_ROOM
+        parts: list[list[int]] = [[]]
+        size = 0
+        for row, length in enumerate(batch.lengths.tolist()):
+            bytes_ = length * (batch.tokens.itemsize + batch.mask.itemsize) + batch.lengths.itemsize
+            if parts[-1] and (len(parts[-1]) == most or size + bytes_ > room):
+                parts.append([])
+                size = 0
+            parts[-1].append(row)
+            size += bytes_
+        return [torch.tensor(rows) for rows in parts]
 
     def _submit(self, work: Callable[[], T]) -> Future | None:
         return self.sender.submit(work) if dist.is_main() else None
@@ -127,9 +158,15 @@ class RemoteValue(BaseValue):
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         return result
 
-    def _infer(self, step: int, body: bytes) -> tuple[Tensor, Tensor]:
-        _, tensors = self._at(step, lambda: self.client.exchange("infer", body))
-        return tensors["values"], tensors["next_values"]
+    def _infer(self, step: int, bodies: Sequence[bytes], batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        found = [self._at(step, lambda body=body: self.client.exchange("infer", body)[1]) for body in bodies]
+        values, next_values = (torch.cat([each.get(name, torch.empty(0)) for each in found]) for name in VALUES)
+        if (len(values), len(next_values)) != (batch.tokens.numel(), len(batch)):
+            raise TrainingError(
+                f"{self.client.who} must answer with values of {batch.tokens.numel()} tokens and {len(batch)} "
+                f"sequences, got {len(values)} and {len(next_values)}"
+            )
+        return values, next_values
 
     def minibatches(self, batch: RolloutBatch, *, seed: int, step: int, epoch: int) -> Iterator[RolloutBatch]:
         return minibatches(batch, self.cfg.train_global_batch_size, seed=seed, step=step, epoch=epoch, whole=True)
@@ -155,31 +192,40 @@ class RemoteValue(BaseValue):
 
     def _at(self, step: int, ask: Callable[[], T]) -> T:
         """What `ask` gives when the critic is at `step`. One that is behind, since its server has started again from a
-        checkpoint, gets what it lacks."""
-        start = time.monotonic()
-        while True:
+        checkpoint, gets what it lacks, from the beginning if that happens once more on the way."""
+        behind: ServerError | None = None
+        for restarts in itertools.count():
             try:
+                if behind is not None:
+                    self._bring_to(step, behind)
                 return ask()
             except ServerError as error:
-                if error.status != 409 or time.monotonic() - start > self.cfg.remote.retry_s:
+                if error.status != 409 or restarts == MOST_RESTARTS:
                     raise
-                self._bring_to(step, error)
-                time.sleep(FIRST_PAUSE_S)
+                behind = error
+        raise AssertionError
 
     def _bring_to(self, step: int, error: ServerError) -> None:
         there, run = error.facts.get("step"), error.facts.get("run")
         if run is None:  # the server came back without a checkpoint, or never had one
-            self.client.post("load", {"run": self.run, "step": self.saved})
+            self._claim({"run": self.run, "step": self.saved})
             there = self.saved
         elif run != self.run or not isinstance(there, int) or there > step:
-            raise error
+            raise TrainingError(str(error)) from error
         if there < self.saved:
             raise TrainingError(
                 f"{self.client.who} is back at step {there} of this run, though it has saved step {self.saved}: what "
                 "lies between is kept nowhere. Start it with the run_dir that it had"
             ) from error
+        print(f"critic    {self.client.who} is back at step {there}: it gets {step - there} requests again", flush=True)
         for number in range(there + 1, step + 1):
             self.client.exchange("train", self.journal.read(number))
+
+    def _claim(self, request: dict[str, Any]) -> None:
+        try:
+            self.client.post("load", request)
+        except ServerError as error:
+            raise TrainingError(str(error)) from error
 
     def settle(self) -> dict[str, float]:
         """Wait for every train_step; the seconds that the server took to infer and to train."""
@@ -227,8 +273,9 @@ class RemoteValue(BaseValue):
 
         def claim() -> None:
             try:
-                self.client.post("load", request)
-            except ServerError as error:
+                self._claim(request)
+                self.journal.clear()
+            except TrainingError as error:
                 raise TrainingError(
                     f"cannot resume {folder.parent}, which belongs to step {self.sent} of the critic of run "
                     f"{known['run']}: {error}"
@@ -236,16 +283,21 @@ class RemoteValue(BaseValue):
 
         dist.main_does(claim)
 
+    def release(self) -> None:
+        """Another run may have the critic. A later request of this one takes it back as it was saved, if nobody has."""
+        if dist.is_main() and (problem := self.client.last_word("release", {"run": self.run})):
+            print(f"warning: {self.client.who} was not told that the run is over: {problem}", flush=True)
+
     def close(self) -> None:
-        """Another run may have the critic. Once is enough."""
+        """For good; once is enough. What is under way is given up."""
         atexit.unregister(self.close)
+        if self.client.closing.is_set():
+            return
+        self.client.close()
         self.sender.shutdown(wait=True, cancel_futures=True)
-        if dist.is_main() and not self.client.http.is_closed:
-            try:
-                self.client.http.post(f"{self.client.url}/release", json={"run": self.run}, timeout=5.0)
-            except Exception as error:  # the run is over; it must not fail for this
-                print(f"warning: {self.client.who} was not told that the run is over: {error}", flush=True)
-            self.client.close()
+        self.release()
+        if dist.is_main():
+            self.journal.clear()
 
 
 class Answer:
