@@ -341,7 +341,7 @@ def test_openrlhf_asks_for_a_function(servers, query, expected):
 
 
 def test_openrlhf_asks_for_a_reward_model(scorer, tokenizer):
-    served = Served(None, scorer, names={"reward": "reward_model"}, tokenizer=tokenizer)
+    served = Served(None, scorer, LimitsConfig(), names={"reward": "reward_model"}, tokenizer=tokenizer)
 
     def ask_for(**query):
         inference = read_query(served, LimitsConfig(), RewardQuery(**query))

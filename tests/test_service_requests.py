@@ -321,7 +321,9 @@ class TestRefused:
         for route in ("infer", "train", "save", "load", "release"):
             assert http.get(f"/{route}").status_code == http.put(f"/{route}").status_code == 405
         assert http.post("/info", content=b"").status_code == 405
-        for route in ("get_reward", "nothing", "static-offline-docs/../app.py", "static-offline-docs/%2e%2e/core.py"):
+        refused = http.post("/get_reward", content=b"{}")
+        assert refused.status_code == 404 and "started with serve=reward" in refused.json()["error"]
+        for route in ("nothing", "static-offline-docs/../app.py", "static-offline-docs/%2e%2e/core.py"):
             assert http.post(f"/{route}", content=b"{}").status_code in (404, 405)
             assert http.get(f"/{route}").status_code == 404
         assert http.get("/info?vocab=many").status_code == 422
@@ -816,7 +818,7 @@ class TestPages:
     def test_openapi(self, http):
         described = http.get("/openapi.json").json()
         assert described["openapi"].startswith("3.") and described["info"]["title"] and described["info"]["version"]
-        assert {path.strip("/") for path in described["paths"]} == self.ROUTES
+        assert {path.strip("/") for path in described["paths"]} == self.ROUTES | {"get_reward"}
         for path, methods in described["paths"].items():
             for method, operation in methods.items():
                 assert operation["summary"] and operation["responses"]["200"]["description"]

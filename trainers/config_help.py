@@ -67,7 +67,7 @@ def help_text(config: Any, *, prog: str, description: str, recipes: Sequence[str
     parts = [usage.format(prog=prog, description=fold(description, width), recipes=", ".join(recipes))]
     column = min(48, width // 2)
     for name, doc, leaves in blocks(config):
-        lines = [fold(f"{name}: {doc}" if doc else name, width)]
+        lines = [fold(": ".join(part for part in (name, doc) if part), width)]
         for key, field, default in leaves:
             left = f"  {key}={shown(default)}"
             right = textwrap.wrap(meaning(field), width - column) or [""]

@@ -112,7 +112,7 @@ class RemoteValue(BaseValue):
             raise TrainingError(f"{self.client.who} serves no value model: start it with serve=value or serve=both")
         if (size := self.cfg.train_global_batch_size) > (most := info["max_sequences"]):
             raise TrainingError(
-                f"value.train_global_batch_size={size}, but {self.client.who} takes limits.max_sequences={most} a request"
+                f"value.train_global_batch_size={size}, but {self.client.who} takes limits.max_sequences={most} of them"
             )
         served, rate = info["serves"]["value"], info["value"]["optimizer.lr"]
         print(f"critic    {served} at {self.client.url}, {info['compute_dtype']}, learning rate {rate:g}", flush=True)
