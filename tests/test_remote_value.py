@@ -464,7 +464,8 @@ def test_two_ranks_ask_and_two_ranks_serve(tmp_path):
     cut = "value.train_micro_batch_size=2"
     alone = torchrun(tmp_path / "one", *steps, cut, "value.mode=local", ranks=1, algorithm="ppo")
     with ServerProcess(tmp_path / "server", "config=ppo_copy", cut, ranks=2) as server:
-        remote = [*steps, "value.mode=remote", f"value.url={server.url}"]
+        patience = ["value.remote.timeout_s=20", "value.remote.retry_s=30"]
+        remote = [*steps, *patience, "value.mode=remote", f"value.url={server.url}"]
         for command in (alone, torchrun(tmp_path / "two", *remote, algorithm="ppo")):
             done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
             assert done.returncode == 0, done.stderr
