@@ -209,11 +209,13 @@ def test_a_run_that_has_trained_nothing_yet_keeps_others_out_too(server, tmp_pat
     first.close()
 
 
-def test_a_run_that_was_released_takes_its_critic_back(server, tmp_path, unbroken):
+def test_a_run_that_was_released_takes_its_critic_back(server, tmp_path, unbroken, capsys):
     """As after trainers.train(): whoever trains on gets the critic as it was."""
     trainer = PPOTrainer(small(tmp_path, server.url, ppo__max_num_steps=4))
     trainer.fit()
     trainer.release()
+    trainer.release()
+    assert "was not told" not in capsys.readouterr().out
     assert server.get("info").json()["run"] is None
     trainer.cfg.max_num_steps = 6
     trainer.fit()

@@ -69,15 +69,16 @@ class Client:
         self.http.close()
 
     def last_word(self, route: str, message: Mapping[str, Any]) -> str | None:
-        """A JSON request after close(), tried for a few seconds; why it failed, if it did."""
-        reason = None
+        """A JSON request after close(), tried for a few seconds; why it failed, if it did. 409, that what it asks for
+        does not apply, is as good as done."""
+        reason, status = None, None
         with self._connections(LAST_WORD_S) as http:
             for _ in range(3):
                 reason, status, _ = self._problem(lambda: http.post(f"{self.url}/{route}", json=dict(message)))
                 if reason is None or (isinstance(status, int) and status not in self.again):
                     break
                 time.sleep(FIRST_PAUSE_S)
-        return reason
+        return None if status == 409 else reason
 
     def get(self, route: str, *, retry: bool = True, **parameters: Any) -> dict[str, Any]:
         return self._json(route, self._send(lambda: self.http.get(f"{self.url}/{route}", params=parameters), retry))
