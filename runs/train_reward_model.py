@@ -4,7 +4,7 @@
     python -m trainers.ppo env.name=reward_model env.reward_model.model_name=reward-model \
         policy.model_name=smollm2-135m data.prompts=reward-model/prompts.jsonl
 
-Pairs of continuations are sampled from the model itself and ranked; pairs that are ranked equal are left out. A linear
+Pairs of continuations are sampled from the model itself and ranked; pairs ranked nearly equal are left out. A linear
 head without bias and the top layers learn the Bradley-Terry loss, -log sigmoid(score(better) - score(worse)), scores
 being read where the environment reads them. What is printed at the end is of pairs that were not trained on: how many
 the model ranks right, and the mean and standard deviation of its scores, for env.reward_model.mean and .std.
@@ -35,7 +35,8 @@ Pair = tuple[list[int], list[int]]  # ids of prompt and continuation: the better
 
 @dataclass
 class Settings:
-    pairs: int = 1024  # sampled, of which those ranked equal are left out
+    pairs: int = 1024  # sampled, of which those ranked nearly equal are left out
+    margin: float = 0.2  # of the ranks of a pair, at least
     held_out: float = 0.2
     new_tokens: int = 16
     layers: int = 4  # trained, from the top
@@ -48,7 +49,8 @@ class Settings:
 def sample_pairs(
     model: Any, tokenizer: Any, prompts: Sequence[str], rank: Callable[[str], float], cfg: Settings
 ) -> list[Pair]:
-    """At most `cfg.pairs`; two continuations of one prompt whose texts `rank` does not find equal."""
+    """At most `cfg.pairs`; two continuations of one prompt whose texts `rank` holds `cfg.margin` apart: the better half
+    of each prompt's, and the worse half in the same order."""
     torch.manual_seed(cfg.seed)
     pairs: list[Pair] = []
     each = -(-cfg.pairs // len(prompts))
@@ -66,10 +68,10 @@ def sample_pairs(
         ).tolist()
         rows = [until_stop(row, ids.shape[1], tokenizer.eos_token_id) for row in rows]
         ranks = [rank(tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)) for row in rows]
-        for first in range(0, len(rows), 2):
-            (low, worse), (high, better) = sorted(zip(ranks[first : first + 2], rows[first : first + 2], strict=True))
-            if low < high:
-                pairs.append((better, worse))
+        order = sorted(range(len(rows)), key=lambda i: ranks[i])
+        for worse, better in zip(order[:each], order[each:], strict=True):
+            if ranks[better] - ranks[worse] >= cfg.margin:
+                pairs.append((rows[better], rows[worse]))
     random.Random(cfg.seed).shuffle(pairs)
     return pairs[: cfg.pairs]
 
