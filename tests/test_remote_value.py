@@ -5,6 +5,7 @@ Every server here is the real process. "Unbroken" is a local critic in the train
 import json
 import signal
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -416,6 +417,21 @@ def test_a_server_that_lost_its_checkpoints(tmp_path, monkeypatch):
             run(small(tmp_path / "run", server.url))
         with pytest.raises(TrainingError, match=r"cannot resume .*step_2, which belongs to step 4 .* no checkpoint of"):
             PPOTrainer(small(tmp_path / "run", server.url))
+
+
+def test_a_trainer_without_servers_needs_nothing_of_the_extra():
+    """README's first command installs the extra `trainer` alone."""
+    code = (
+        "import sys\n"
+        "for name in ('pydantic', 'fastapi', 'fastapi_offline', 'uvicorn', 'prometheus_client'):\n"
+        "    sys.modules[name] = None\n"
+        "import trainers.ppo, trainers.reinforce\n"
+        "from trainers.service.reach import reach\n"
+        "from trainers.config import PPOTrainerConfig\n"
+        "reach(PPOTrainerConfig())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from trainers.rollout import RolloutBatch
 from trainers.trainer import Trainer
 from trainers.value import NoValue, Value
 from trainers.value.hf import LocalValue
-from trainers.value.remote import RemoteValue
 from trainers.value.shared import SharedValue
 
 
@@ -109,6 +108,8 @@ class PPOTrainer(Trainer):
         if cfg.mode == "shared":
             return SharedValue(self.policy, cfg)
         if cfg.mode == "remote":
+            from trainers.value.remote import RemoteValue  # needs the extra server
+
             tokenizer, resumed = self.policy.tokenizer, self.resumed
             return RemoteValue(cfg, run_dir=self.run.dir, resumed=resumed, tokenizer=tokenizer)
         own = path if cfg.model_name is None else resolve_model(cfg.model_name, key="value.model_name")

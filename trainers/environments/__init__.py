@@ -171,7 +171,8 @@ def _make(env: EnvConfig, key: str) -> Environment:
 
         return RewardModelEnvironment(env.reward_model)
     if name == "remote" and not argument:
-        require("httpx", extra="server")
+        for module in ("httpx", "pydantic"):
+            require(module, extra="server")
         from trainers.environments.remote import RemoteEnvironment
 
         return RemoteEnvironment(env)

@@ -14,7 +14,8 @@ def reach(config: TrainerConfig) -> None:
     if asked:
         from trainers.extras import require
 
-        require("httpx", extra="server")
+        for module in ("httpx", "pydantic"):
+            require(module, extra="server")
         from trainers.service.client import Client
     for key, part in asked:
         client = Client(part.url, part.remote, key=key)
