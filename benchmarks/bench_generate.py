@@ -186,10 +186,10 @@ def plain(model: Any, prompts: list[list[int]], args: argparse.Namespace, stops:
 
 
 def embedded(model: Any, tokenizer: Any, batch: int) -> tuple[Engine, int]:
-    """The engine with the model's weights, by its protocol; and the bytes that their coming has copied."""
-    from trainers.engines.native import NativeEngine
+    """The engine over the model's weights, by its protocol; and the bytes that their coming has copied."""
+    from trainers.engines.native import NativeEngine, share_parameters
 
-    engine = NativeEngine(model, tokenizer, max_batch_size=batch)
+    engine = NativeEngine(share_parameters(model, model.dtype), tokenizer, max_batch_size=batch)
     named = dict(model.named_parameters())
     engine.begin_update(1, {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in named.items()})
     moved = engine.put(named.items())

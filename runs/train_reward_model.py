@@ -36,7 +36,7 @@ Pair = tuple[list[int], list[int]]  # ids of prompt and continuation: the better
 @dataclass
 class Settings:
     pairs: int = 1024  # sampled, of which those ranked nearly equal are left out
-    margin: float = 0.2  # of the ranks of a pair, at least
+    margin: float = 0.5  # of the ranks of a pair, at least
     held_out: float = 0.2
     new_tokens: int = 16
     layers: int = 4  # trained, from the top

@@ -320,11 +320,12 @@ def _rotate_or(
 
 
 def _same(module: nn.Module, ours: Callable[[Tensor], Tensor]) -> bool:
-    """Result and gradients of a module and its replacement."""
+    """Result and gradients of a module and its replacement; a matrix' own gradient, which may be a gigabyte, follows from
+    those of its input and output."""
     weight, results = next(module.parameters()), []
     draw = torch.Generator(weight.device).manual_seed(0)
     x, grad = (torch.randn(5, 3, weight.shape[-1], device=weight.device, generator=draw) for _ in range(2))
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.dim() == 1]
     try:
         for forward in (functools.partial(type(module).forward, module), ours):
             row = x.to(weight.dtype).requires_grad_()

@@ -78,6 +78,7 @@ class Graphs:
             except RuntimeError as reason:
                 self.capture = False  # nor ever again: torch does not tidy up after a capture that failed
                 torch.cuda.synchronize()
+                _free_generator(lanes.device)
                 print(f"generation: without CUDA graphs: {str(reason).partition(chr(10))[0]}", flush=True)
         return self.made.get(key, once)
 
@@ -112,6 +113,15 @@ def _no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def _free_generator(device: torch.device) -> None:
+    """After a capture that failed, torch takes the device's random generator to be in it still, and whoever draws next
+    gets an error: its numbers go on in a state that was in none."""
+    default = torch.cuda.default_generators[device.index or 0]
+    fresh = torch.Generator(device)
+    fresh.set_state(default.get_state())
+    default.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def batch_sizes(places: int) -> list[int]:
