@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import tiny
-from trainers.batching import count, micro_batches, minibatches
+from trainers.batching import count, idle, micro_batches, minibatches
 from trainers.losses import PolicyLoss
+from trainers.optim import add_metrics
 from trainers.policy.hf import HFPolicy
 
 
@@ -249,3 +250,19 @@ def test_softcapped_logits_are_scored_as_the_model_makes_them(tmp_path):
         logits = policy.model(batch.tokens[None]).logits[0]
     right = logits.log_softmax(-1)[torch.arange(1, 4), batch.tokens[2:]]
     assert logits.abs().max() < 0.05 and torch.allclose(scored[2:], right, atol=1e-6)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_idle_pass_adds_nothing(packing):
+    """What a rank computes that has fewer micro-batches than the others: gradients are zeros, and metrics stay."""
+    policy = tiny.policy(packing=packing)
+    batch = prepared(policy)
+    right = policy.gradients(batch, loss())
+    expected = [p.grad.clone() for p in policy.model.parameters()]
+    for parameter in policy.model.parameters():
+        parameter.grad = None
+    sums = policy.gradients(idle(batch), loss())
+    assert all(p.grad is not None and not p.grad.any() for p in policy.model.parameters())
+    add_metrics(sums, policy.gradients(batch, loss()))
+    assert all(torch.equal(p.grad, e) for p, e in zip(policy.model.parameters(), expected, strict=True))
+    assert set(sums) == set(right) and all(torch.equal(sums[name], right[name]) for name in right)

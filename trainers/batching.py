@@ -29,7 +29,7 @@ def minibatches(
     for rows in torch.randperm(len(batch), generator=generator).split(size):
         if len(rows := rows[trained[rows]]):
             minibatch = count(batch.select(rows))
-            if dist.size() > 1 and not whole:
+            if dist.replicas() > 1 and not whole:
                 batch.rank_imbalance.append(dist.imbalance(minibatch.lengths))
                 minibatch = part_of(minibatch, torch.tensor(dist.rows(minibatch.lengths), dtype=torch.int64))
             yield minibatch
@@ -89,29 +89,60 @@ def split(batch: RolloutBatch, rows: int, max_tokens: int | None = None, packing
 
 
 def micro_batches(
-    minibatch: RolloutBatch, rows: int, max_tokens: int | None = None, packing: bool = False
+    minibatch: RolloutBatch, rows: int, max_tokens: int | None = None, packing: bool = False, *, lockstep: bool = False
 ) -> Iterator[RolloutBatch]:
-    """The parts of one optimizer step, each with the counts of the whole; see split()."""
-    for part in split(minibatch, rows, max_tokens, packing):
+    """The parts of one optimizer step, each with the counts of the whole; see split().
+
+    lockstep: as many on every rank, for a model whose passes are collective; a rank with fewer goes on with `idle()`.
+    """
+    parts = split(minibatch, rows, max_tokens, packing)
+    for part in parts:
         yield part_of(minibatch, part)
+    for _ in range(missing(len(parts)) if lockstep else 0):
+        yield idle(minibatch)
+
+
+def missing(passes: int) -> int:
+    """By how many passes another rank has more than this one."""
+    return max(dist.gather(passes)) - passes
+
+
+def idle(minibatch: RolloutBatch) -> RolloutBatch:
+    """One sequence of two tokens, neither of them trained, with the counts of `minibatch`: its loss and its gradients
+    are 0, but the pass is made."""
+    size = {"token": 2, "sequence": 1}
+    empty = {
+        field.name: value.new_zeros(size[field.metadata["per"]], *value.shape[1:])
+        for field in fields(RolloutBatch)
+        if "per" in field.metadata and (value := getattr(minibatch, field.name)) is not None
+    }
+    cu_seqlens = torch.tensor([0, 2])
+    return replace(minibatch, cu_seqlens=cu_seqlens, samples=[], greedy=None, metrics={}, rank_imbalance=[], **empty)
 
 
 def score_parts(
-    batch: RolloutBatch, parts: Sequence[Tensor], score: Callable[[RolloutBatch], dict[str, Tensor]]
+    batch: RolloutBatch,
+    parts: Sequence[Tensor],
+    score: Callable[[RolloutBatch], dict[str, Tensor]],
+    *,
+    lockstep: bool = False,
 ) -> dict[str, Tensor]:
     """What `score` finds for each part, [T, ...] or [B, ...] as the fields of a batch are, in the batch's own order.
 
-    The parts are spread over the ranks by their tokens, and every rank gets the whole. Only the trunk's output, which
-    is as large as all else together, does not travel: with several ranks training computes it again.
+    The parts are spread over the data-parallel ranks by their tokens, and every rank gets the whole. Only the trunk's
+    output, which is as large as all else together, does not travel: with several ranks training computes it again.
+    lockstep: see micro_batches().
     """
     mine = dist.rows(torch.tensor([int(batch.lengths[rows].sum()) for rows in parts], dtype=torch.int64))
     found = [(i, score(batch.select(parts[i]))) for i in mine]
-    if dist.size() > 1:
+    for _ in range(missing(len(mine)) if lockstep else 0):
+        score(idle(batch))
+    if dist.replicas() > 1:
         found = [(i, {name: x for name, x in each.items() if name != "trunk_hidden"}) for i, each in found]
     per = {field.name: field.metadata.get("per") for field in fields(RolloutBatch)}
     size = {"token": batch.tokens.numel(), "sequence": len(batch)}
     out: dict[str, Tensor] = {}
-    for i, each in (pair for pairs in dist.gather(found) for pair in pairs):
+    for i, each in (pair for pairs in dist.gather(found, dist.data_group()) for pair in pairs):
         place = {"token": batch.tokens_of(parts[i]), "sequence": parts[i]}
         for name, value in each.items():
             if name not in out:

@@ -3,7 +3,9 @@
 A checkpoint is written under a temporary name, flushed to disk and renamed. It holds what a resumed run needs to give
 bit for bit what an unbroken one gives on a CPU: `policy/` (an HF folder, loads with AutoModelForCausalLM; with
 policy.peft.export=adapter the adapters in peft's format), `critic/` if the critic has a model of its own, `state.pt`
-(optimizers, schedules, heads), `training.json` (step, prompts drawn, counters, last metrics) and `config.yaml`.
+(optimizers, schedules, heads), `shards/` (of a model that lies on several ranks, weights and optimizer, each rank its
+own part, to be read by any number of ranks), `training.json` (step, prompts drawn, counters, last metrics) and
+`config.yaml`.
 
 Which ones stay is a union: the newest, the last `keep_last_k`, and the best `keep_top_k` by a metric of the step at
 which they were written. A checkpoint that lacks the metric, or has it as NaN or infinite, ranks below all that have it;
@@ -18,6 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainers import dist
 from trainers.config import CheckpointingConfig
 from trainers.files import fsync, replace_text
 from trainers.out_of_memory import is_out_of_memory
@@ -27,25 +30,37 @@ TEMPORARY = "tmp_step_"
 
 
 def save(folder: Path, step: int, write: Callable[[Path], None], cfg: CheckpointingConfig) -> Path:
-    """`write(path)` fills the checkpoint of `step`; those that `cfg` does not keep go afterwards."""
+    """`write(path)` fills the checkpoint of `step`; those that `cfg` does not keep go afterwards.
+
+    Every rank calls it, over one file system, and so is `write` called: on each rank at once, for its own files.
+    """
     final, temporary = folder / f"step_{step}", folder / f"{TEMPORARY}{step}"
+    dist.main_does(lambda: _begin(folder, temporary))
+    try:
+        dist.together(lambda: _write(write, temporary))
+        dist.main_does(lambda: _finish(temporary, final))
+    except BaseException:
+        if dist.is_main():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    dist.main_does(lambda: prune(folder, cfg))
+    return final
+
+
+def _begin(folder: Path, temporary: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(f"{TEMPORARY}*"):
         shutil.rmtree(leftover)
     temporary.mkdir()
-    try:
-        _write(write, temporary)
-        for path in (*temporary.rglob("*"), temporary):
-            fsync(path)
-        if final.exists():
-            _remove(final)
-        temporary.rename(final)
-        fsync(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    prune(folder, cfg)
-    return final
+
+
+def _finish(temporary: Path, final: Path) -> None:
+    for path in (*temporary.rglob("*"), temporary):
+        fsync(path)
+    if final.exists():
+        _remove(final)
+    temporary.rename(final)
+    fsync(final.parent)
 
 
 def prune(folder: Path, cfg: CheckpointingConfig) -> None:
@@ -145,8 +160,11 @@ def find(resume: str, run_dir: Path) -> Path | None:
 
 
 def write_state(folder: Path, training: dict[str, Any], state: dict[str, Any]) -> None:
+    """What every rank has alike, written by the main one."""
     import torch
 
+    if not dist.is_main():
+        return
     (folder / "training.json").write_text(_json(training))
     torch.save(state, folder / "state.pt")
 

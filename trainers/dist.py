@@ -1,4 +1,4 @@
-"""Data parallel under torchrun: every rank runs the same trainer, and these functions are where they meet.
+"""Several ranks under torchrun: every rank runs the same trainer, and these functions are where they meet.
 
     torchrun --nproc-per-node 2 -m trainers.ppo ...
 
@@ -6,6 +6,10 @@ A rollout is cut into parts: each rank samples, rewards and scores its own, and 
 that advantages, minibatches and filters are computed everywhere alike. Of a minibatch each rank trains a part; losses
 arrive divided by the whole minibatch's counts, so gradients and metrics are summed. Without torchrun there is one rank,
 and everything here returns what it was given.
+
+Where a model is spread over several ranks (tensor, pipeline, context parallel), those compute the same sequences: they
+are one data-parallel rank, `replica()` of `replicas()`, and what is summed is summed over `data_group()`. Sampling and
+rewards are still cut over all ranks.
 """
 
 import os
@@ -22,6 +26,7 @@ from trainers.batch_plan import launched_ranks
 from trainers.config import ClusterConfig
 
 T = TypeVar("T")
+_data_group: Any = None  # None: every rank has a whole model, and all are data parallel
 
 
 def start(cluster: ClusterConfig) -> None:
@@ -54,6 +59,28 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def spread_model(data_group: Any) -> None:
+    """From now on a model lies on several ranks, and `data_group` is the process group of this rank's likes in all
+    copies of it; None: every rank has a whole model again."""
+    global _data_group
+    _data_group = data_group
+
+
+def data_group() -> Any:
+    """The process group over which gradients and metrics are summed; None: that of all ranks."""
+    return _data_group
+
+
+def replica() -> int:
+    """The data-parallel rank: which copy of the model this rank has a part of."""
+    return torch_dist.get_rank(_data_group) if torch_dist.is_initialized() else 0
+
+
+def replicas() -> int:
+    """The data-parallel size: how many copies of the model there are."""
+    return torch_dist.get_world_size(_data_group) if torch_dist.is_initialized() else 1
+
+
 def part(items: Sequence[T]) -> Sequence[T]:
     """This rank's run of `items`; the runs of all ranks in order are the whole."""
     ranks = size()
@@ -72,14 +99,14 @@ def balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def rows(weights: Tensor) -> list[int]:
-    """The rows of a batch that are this rank's, by their weights [B], such as numbers of tokens."""
-    return balanced(weights.tolist(), size())[rank()]
+    """The rows of a batch that are this rank's to compute, by their weights [B], such as numbers of tokens."""
+    return balanced(weights.tolist(), replicas())[replica()]
 
 
 def imbalance(weights: Tensor) -> float:
     """The heaviest rank's total over the mean, 1 if all are equal."""
     values = weights.tolist()
-    totals = [sum(values[i] for i in indices) for indices in balanced(values, size())]
+    totals = [sum(values[i] for i in indices) for indices in balanced(values, replicas())]
     return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
 
 
@@ -134,16 +161,17 @@ def agree(*flags: bool) -> tuple[bool, ...]:
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add the ranks' gradients, in place. A rank without a gradient (none of its rows was trained) has zeros."""
-    if size() == 1:
+    """Add the gradients of the copies of the model, in place. A rank without a gradient (none of its rows was trained)
+    has zeros."""
+    if replicas() == 1:
         return
     trained = list(parameters)
     has = torch.tensor([p.grad is not None for p in trained], dtype=torch.int64, device=trained[0].device)
-    torch_dist.all_reduce(has, op=torch_dist.ReduceOp.MAX)
+    torch_dist.all_reduce(has, op=torch_dist.ReduceOp.MAX, group=_data_group)
     used = [p for p, any_rank in zip(trained, has.tolist(), strict=True) if any_rank]
     for bucket in buckets(used, 64 * 2**20):
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
-        torch_dist.all_reduce(flat)
+        torch_dist.all_reduce(flat, group=_data_group)
         for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             parameter.grad = total.view_as(parameter).clone()
 
@@ -163,11 +191,12 @@ def buckets(parameters: Sequence[nn.Parameter], size_bytes: int) -> list[list[nn
 
 
 def sum_metrics(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Metric vectors of all ranks together: sums; maxima where the name ends in _max. A rank may have had none."""
-    if size() == 1:
+    """Metric vectors of an optimizer step, of all ranks: sums; maxima where the name ends in _max. A rank may have had
+    none."""
+    if replicas() == 1:
         return sums
     total: dict[str, Tensor] = {}
-    for theirs in gather({name: value.cpu() for name, value in sums.items()}):
+    for theirs in gather({name: value.cpu() for name, value in sums.items()}, _data_group):
         for name, value in theirs.items():
             combine = torch.maximum if name.endswith("_max") else torch.add
             total[name] = combine(total[name], value) if name in total else value

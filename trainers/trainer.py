@@ -10,7 +10,7 @@ import torch
 from trainers import checkpoint, dist, rewards
 from trainers.advantages import needs_greedy
 from trainers.arithmetic import check, check_model
-from trainers.backbone import model_facts, name_of, pick_device, pick_dtype, pick_param_dtype
+from trainers.backbone import name_of, pick_device, pick_dtype, pick_param_dtype
 from trainers.batching import policy_minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
 from trainers.config import GenerationConfig, TrainerConfig
@@ -82,7 +82,7 @@ class Trainer:
         if self.resumed:
             self._resume(self.resumed)
         facts = {"compute_dtype": name_of(self.dtype), "param_dtypes": self.param_dtypes, "device": str(self.device)}
-        self.run.open(facts | model_facts(path, self.policy.model))
+        self.run.open(facts | self.policy.facts())
 
     def _make_policy(self) -> Path | str:
         """Policy and reference; where they were loaded from, which a critic's backbone may be too."""
@@ -109,14 +109,13 @@ class Trainer:
 
     def _tokenize(self, prompts: Sequence[Prompt], validation: Sequence[Prompt]) -> None:
         """The prompts of training, in a loader, and those of validation: the same where there are no others."""
-        vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         tokenized, others = (
-            tokenize_prompts(part, self.policy.tokenizer, self.config.data, vocab_size=vocab_size)
+            tokenize_prompts(part, self.policy.tokenizer, self.config.data, vocab_size=self.policy.vocab_size)
             for part in (prompts, validation)
         )
         self.eval_prompts = others or tokenized
         longest = (max(len(prompt.ids) for prompt in part) for part in (tokenized, self.eval_prompts))
-        check_model(self.config, self.policy.model.config, *longest)
+        check_model(self.config, self.policy.hf_config, *longest)
         self.probe = Probe(
             self.policy,
             self.engine,
@@ -313,7 +312,7 @@ class Trainer:
         if not cfg.enabled or step == self.saved_step or skipped[when]:
             return
         with self.run.timer("save_checkpoint"), self.run.saving(step, last=when == "end"):
-            dist.main_does(lambda: checkpoint.save(self.run.dir / "checkpoints", step, self._write, cfg))
+            checkpoint.save(self.run.dir / "checkpoints", step, self._write, cfg)
             self.saved_step = step
 
     def rank_saved(self) -> None:
@@ -326,7 +325,8 @@ class Trainer:
 
     def _write(self, folder: Path) -> None:
         self.policy.save(folder / "policy")
-        save_config(self.config, folder / "config.yaml")
+        if dist.is_main():
+            save_config(self.config, folder / "config.yaml")
         training = training_record(
             self.progress,
             loader=self.loader.state_dict(),
@@ -334,6 +334,9 @@ class Trainer:
             param_dtypes=self.param_dtypes,
         )
         checkpoint.write_state(folder, training, {name: part.state_dict() for name, part in self.stateful.items()})
+        for name in ("policy", "value"):
+            if name in self.stateful:
+                self.stateful[name].save_shards(folder / "shards" / name)
 
     def _resume(self, folder: Path) -> None:
         before = load_config(folder / "config.yaml", config_class=type(self.config))
@@ -354,6 +357,8 @@ class Trainer:
     def _read(self, folder: Path, state: dict[str, Any]) -> None:
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
+            if name in ("policy", "value"):
+                part.load_shards(folder / "shards" / name)
 
     def goes_on(self) -> bool:
         epochs_left = self.cfg.max_num_epochs is None or self.loader.epoch < self.cfg.max_num_epochs

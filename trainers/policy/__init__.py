@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trainers.engines import Manifest
 from trainers.losses import JointLoss, PolicyLoss
@@ -13,6 +15,12 @@ from trainers.rollout import RolloutBatch
 
 
 class Policy(Protocol):
+    """Every method is called on all ranks, and every rank of those that a model lies on returns the same."""
+
+    path: Path | str  # where it was loaded from
+    hf_config: Any  # the model's, of transformers
+    vocab_size: int  # rows of the embeddings: a prompt has no other ids
+    softcap: float | None  # of the logits
     tokenizer: Any
     stop_ids: tuple[int, ...]  # the tokens that end a response; those before `min_new_tokens` are scored without them
 
@@ -32,9 +40,23 @@ class Policy(Protocol):
         """Make room for generation: what is not needed for it leaves the device until it is. Never the parameters,
         which an engine may share."""
 
-    def save(self, folder: Path) -> None:
-        """Write the model as users load it; what a resume needs is in state_dict()."""
+    def engine_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The model for the embedded engine of this rank, in `dtype`; the next refit brings the weights that it does
+        not share."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def facts(self) -> dict[str, object]:
+        """For env.json: model, architecture, parameters, trained_parameters."""
+
+    def save(self, folder: Path) -> None:
+        """Write the model as users load it, the main rank alone; what a resume needs is in state_dict()."""
+
+    def save_shards(self, folder: Path) -> None:
+        """Write what of the state lies on several ranks, each rank its part; nothing of a whole model."""
+
+    def load_shards(self, folder: Path) -> None:
+        """After load_state_dict(): what save_shards() wrote, by however many ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What every rank has alike."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -23,6 +23,7 @@ from trainers.backbone import (
     View,
     checkpoint_layers,
     load_model,
+    model_facts,
     name_of,
     pick_param_dtype,
     quiet,
@@ -57,7 +58,8 @@ class HFPolicy:
             self.param_dtype = torch.float32  # adapters are small
         model = load_model(path)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.model = model
+        self.model, self.hf_config = model, model.config
+        self.vocab_size = model.get_input_embeddings().num_embeddings
         self.adapters = Adapters(model, cfg.peft, cfg.num_layers_unfrozen) if cfg.peft.enabled else None
         self.backbone = SplitTransformer(
             model,
@@ -212,6 +214,8 @@ class HFPolicy:
         Parameters as they are stored, which is what generated: with param_dtype=bfloat16 not the masters, which are in
         state_dict(). Where dtypes are mixed, readers are told float32, so that no trained bit is lost.
         """
+        if not dist.is_main():
+            return
         self.tokenizer.save_pretrained(folder)
         if self.adapters is not None and self.cfg.peft.export == "adapter":
             self.adapters.save_adapter(folder)
@@ -221,6 +225,13 @@ class HFPolicy:
         # transformers writes the first parameter's dtype, maybe a frozen one's; readers would round trained ones to it.
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"dtype": name_of(self.param_dtype)}, indent=2) + "\n")
+
+    def save_shards(self, folder: Path) -> None: ...
+
+    def load_shards(self, folder: Path) -> None: ...
+
+    def facts(self) -> dict[str, object]:
+        return model_facts(self.path, self.model)
 
     def trained(self) -> dict[str, Tensor]:
         """The float32 values that the optimizer steps."""

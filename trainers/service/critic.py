@@ -110,7 +110,7 @@ class Critic:
     def _step(self, batch: RolloutBatch, loss: ValueLossConfig) -> tuple[dict[str, Tensor], dict[str, float]]:
         # What no pass would see: as in trainers.batching.minibatches, whose requests have no such sequence.
         batch = part_of(batch, (batch.trained_lengths > 0).nonzero().squeeze(1))
-        if dist.size() > 1:
+        if dist.replicas() > 1:
             batch = part_of(batch, torch.tensor(dist.rows(batch.lengths), dtype=torch.int64))
         try:
             metrics = self.value.train_step(batch, ValueLoss(loss))
@@ -137,7 +137,7 @@ class Critic:
         """
         self.check_at(request.run, request.step)
         try:
-            dist.main_does(lambda: self._save(set(request.keep)))
+            self._save(set(request.keep))
         except OSError as error:
             raise Refused(f"the checkpoint of step {request.step} was not written: {error}", 507) from error
 
@@ -148,7 +148,7 @@ class Critic:
             checkpoint.save(folder, self.step, self._write, CheckpointingConfig(keep_last_k=0))
         self.saved.add(self.step)
         self._remember(self.step)
-        checkpoint.keep_only(folder, keep | {self.step})
+        dist.main_does(lambda: checkpoint.keep_only(folder, keep | {self.step}))
 
     def _write(self, folder: Path) -> None:
         self.value.save(folder / "critic")
@@ -157,6 +157,7 @@ class Critic:
         }
         record = {"step": self.step, "run": self.run, "time": time.time(), "facts": self.facts}
         checkpoint.write_state(folder, record, {"value": self.value.state_dict(), "answers": answers})
+        self.value.save_shards(folder / "shards")
 
     def load(self, request: LoadRequest) -> None:
         """Become the critic of a run at a step: as it was before any training, or as a checkpoint has it.
@@ -180,7 +181,10 @@ class Critic:
             self.saved = {0}
         self.run = request.run
         # A run that goes on from another's checkpoint has one of its own, from which the server can start again.
-        dist.main_does(lambda: self._save(set()) if source != request.run else self._remember(self.step))
+        if source != request.run:
+            self._save(set())
+        else:
+            self._remember(self.step)
 
     def _restore(self, run: str, step: int) -> None:
         folder = self.folder / run / f"step_{step}"
@@ -188,6 +192,7 @@ class Critic:
         _, state = checkpoint.read_state(folder)
         self.value.load(folder / "critic")
         self.value.load_state_dict(state["value"])
+        self.value.load_shards(folder / "shards")
         self.answers = OrderedDict((int(n), Answer(**a)) for n, a in state["answers"].items())
         self.step, self.saved = step, {step}
 
@@ -216,8 +221,12 @@ class Critic:
         dist.main_does(lambda: (self.folder / "current.json").unlink(missing_ok=True))
 
     def _remember(self, step: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        replace_text(self.folder / "current.json", json.dumps({"run": self.run, "step": step}) + "\n")
+        dist.main_does(lambda: write_current(self.folder, {"run": self.run, "step": step}))
+
+
+def write_current(folder: Path, current: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "current.json", json.dumps(current) + "\n")
 
 
 def read_current(folder: Path) -> dict[str, Any] | None:

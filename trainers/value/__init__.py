@@ -34,9 +34,15 @@ class Value(Protocol):
     def offload(self) -> None:
         """Make room for generation: leave the device until the next infer() or train_step()."""
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Write the critic's weights, the main rank alone; called on all ranks, as load() is."""
 
     def load(self, folder: Path) -> None: ...
+
+    def save_shards(self, folder: Path) -> None:
+        """Write what of the state lies on several ranks, each rank its part; nothing of a whole model."""
+
+    def load_shards(self, folder: Path) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -64,6 +70,10 @@ class BaseValue:
     def save(self, folder: Path) -> None: ...
 
     def load(self, folder: Path) -> None: ...
+
+    def save_shards(self, folder: Path) -> None: ...
+
+    def load_shards(self, folder: Path) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -123,6 +123,8 @@ class LocalValue(BaseValue):
 
     def save(self, folder: Path) -> None:
         """The values that the optimizer steps, float32."""
+        if not dist.is_main():
+            return
         folder.mkdir()
         tensors = {name: self.masters.of(p).detach().cpu().contiguous() for name, p in self._trained()}
         save_file(tensors, folder / "critic.safetensors")
