@@ -320,8 +320,8 @@ def _rotate_or(
 
 
 def _same(module: nn.Module, ours: Callable[[Tensor], Tensor]) -> bool:
-    """Result and gradients of a module and its replacement. The gradient of a matrix, which may take a gigabyte, is left
-    out: it follows from those of its input and output."""
+    """Result and gradients of a module and its replacement, but for a matrix' own, which may take a gigabyte: it follows
+    from those of its input and output."""
     weight, results = next(module.parameters()), []
     draw = torch.Generator(weight.device).manual_seed(0)
     x, grad = (torch.randn(5, 3, weight.shape[-1], device=weight.device, generator=draw) for _ in range(2))
