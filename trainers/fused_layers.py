@@ -320,7 +320,7 @@ def _rotate_or(
 
 
 def _same(module: nn.Module, ours: Callable[[Tensor], Tensor]) -> bool:
-    """Result and gradients of a module and its replacement, but for a matrix' own, which may take a gigabyte: it follows
+    """Result and gradients of a module and its replacement; not a matrix' own, which may take a gigabyte: it follows
     from those of its input and output."""
     weight, results = next(module.parameters()), []
     draw = torch.Generator(weight.device).manual_seed(0)
