@@ -1,6 +1,6 @@
 """Mean reward over seconds of training, of one or several runs, as a picture.
 
-    python runs/reward_curve.py docs/images/first_run.png "one H200=results/h200" "two CPU cores=results/cpu"
+python runs/reward_curve.py docs/images/first_run.png "one H200=results/h200" "two CPU cores=results/cpu"
 """
 
 import argparse

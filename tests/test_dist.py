@@ -217,6 +217,53 @@ def test_a_reward_that_fails_on_one_rank_ends_all_with_its_reason(tmp_path):
     assert len(rows) == 12  # those of both ranks
 
 
+DEADLY = """
+import os, signal
+from pathlib import Path
+calls = 0
+def reward(outputs, **_):
+    global calls
+    calls += 1
+    mark = Path(__file__).with_name("killed")
+    if os.environ["RANK"] == "1" and calls == 4 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(set(text))) for text in outputs]
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_rank_is_named_and_max_restarts_goes_on_from_the_last_checkpoint(tmp_path):
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w2"}\n{"prompt": "w3"}\n{"prompt": "w4"}\n{"prompt": "w5"}\n')
+
+    def run(name: str, restarts: int) -> tuple[float, subprocess.CompletedProcess]:
+        command = torchrun(
+            tmp_path / name, "env.name=python:deadly.reward", "env.size=512", "data.max_prompt_length=4",
+            f"data.prompts={tmp_path / 'prompts.jsonl'}", "reinforce.max_num_steps=5",
+        )  # fmt: skip
+        if restarts:
+            command[command.index("--standalone") : command.index("--standalone")] = ["--max-restarts", str(restarts)]
+        path = {"PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(tmp_path)])}
+        began = time.monotonic()
+        return time.monotonic() - began, subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | path)
+
+    _, done = run("dies", 0)
+    assert done.returncode != 0 and (tmp_path / "killed").exists()
+    assert "rank 0: error: rank 1 has ended" in done.stderr or "SIGKILL" in done.stderr
+    assert "exitcode  : -9" in done.stderr and "rank      : 1" in done.stderr
+    (tmp_path / "killed").unlink()
+    _, done = run("restarted", 1)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "killed").exists() and "resumed after step 2" in done.stdout
+    _, done = run("unbroken", 0)
+    assert done.returncode == 0, done.stderr
+    runs = [metrics(tmp_path / name) for name in ("restarted", "unbroken")]
+    clocks = ("time", "timing", "perf")
+    timeless = [[{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows] for rows in runs]
+    assert timeless[0] == timeless[1] and len(timeless[0]) == 5
+
+
 def test_more_ranks_than_sequences_are_refused_before_any_model_loads(monkeypatch):
     """verl #1043."""
     monkeypatch.setenv("WORLD_SIZE", "65")

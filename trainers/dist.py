@@ -14,6 +14,7 @@ rewards are still cut over all ranks.
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,7 +27,12 @@ from trainers.batch_plan import launched_ranks
 from trainers.config import ClusterConfig
 
 T = TypeVar("T")
+ROLL_CALL_S = 3.0  # how long the others wait to learn which of them is gone
 _data_group: Any = None  # None: every rank has a whole model, and all are data parallel
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended, or did not answer in time."""
 
 
 def start(cluster: ClusterConfig) -> None:
@@ -38,7 +44,21 @@ def start(cluster: ClusterConfig) -> None:
         backend = "cpu:gloo,cuda:nccl"
     else:
         backend = "gloo"
-    torch_dist.init_process_group(backend, timeout=timedelta(seconds=cluster.rank_timeout_s))
+    timeout, attempt = timedelta(seconds=cluster.rank_timeout_s), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        torch_dist.init_process_group(backend, timeout=timeout)
+        return
+    # torchrun keeps its store over restarts, in which a rank would find the addresses of those that have died.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
+    store = torch_dist.TCPStore(address, port, launched_ranks(), hosts, timeout)
+    torch_dist.init_process_group(
+        backend,
+        store=torch_dist.PrefixStore(f"attempt_{attempt}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=launched_ranks(),
+        timeout=timeout,
+    )
 
 
 def stop() -> None:
@@ -115,8 +135,33 @@ def gather(mine: T, group: Any = None) -> list[T]:
     if size() == 1:
         return [mine]
     everyone: list[Any] = [None] * torch_dist.get_world_size(group)
-    torch_dist.all_gather_object(everyone, mine, group=group)
+    try:
+        torch_dist.all_gather_object(everyone, mine, group=group)
+    except RuntimeError as error:  # a closed connection or a timeout, in each backend's own words
+        if lost := _roll_call():
+            ranks = f"rank {lost[0]} has" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} have"
+            raise RankLost(
+                f"{ranks} ended, or did not come to a meeting of all ranks within cluster.rank_timeout_s"
+            ) from error
+        raise
     return everyone
+
+
+def _roll_call() -> list[int]:
+    """The ranks that do not report, by the store through which all of them once found each other, soon after this one
+    has found that something is wrong. None if the store is gone too."""
+    key = "fastppo/waiting/{}".format
+    try:
+        store = torch_dist.distributed_c10d._get_default_store()
+        store.set(key(rank()), b"1")
+        until = time.monotonic() + ROLL_CALL_S
+        while missing := [other for other in range(size()) if not store.check([key(other)])]:
+            if time.monotonic() > until:
+                return missing
+            time.sleep(0.05)
+    except RuntimeError:
+        pass
+    return []
 
 
 def together(compute: Callable[[], T], group: Any = None) -> list[T]:

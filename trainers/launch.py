@@ -9,6 +9,7 @@ from contextlib import closing
 from importlib import import_module
 from typing import Any
 
+from trainers.batch_plan import launched_ranks
 from trainers.config import CONFIGS
 
 
@@ -42,19 +43,38 @@ def launch(algorithm: str, trainer: str, description: str, argv: list[str] | Non
         if error.__cause__ is not None:  # the reward's own traceback is for its author
             traceback.print_exception(error.__cause__)
         saved = f"The rollout is in {built.run.dir / 'failed_rollout.jsonl'}; logger.run_dir={built.run.dir} goes on"
-        print(f"{prog}: error: {error}\n{saved} after step {built.progress.step}.", file=sys.stderr)
+        tell(prog, error, f"\n{saved} after step {built.progress.step}.")
         if isinstance(error, LateRewardError):  # at a normal exit Python waits for threads, and its own may never end
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
         return 1
-    except TrainingError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+    except (TrainingError, dist.RankLost) as error:
+        tell(prog, error)
         return 1
+    except Exception as error:
+        report(error)
+        raise
     finally:
         built.close()
     dist.stop()  # after a failure the other ranks may still wait: torchrun ends them
     return 0
+
+
+def tell(prog: str, error: BaseException, more: str = "") -> None:
+    """An error as one line, with the rank that it comes from; torchrun's summary gets it too."""
+    where = f", rank {os.environ['RANK']}" if launched_ranks() > 1 else ""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    print(f"{prog}{where}: error: {error}{notes}{more}", file=sys.stderr, flush=True)
+    report(error)
+
+
+def report(error: BaseException) -> None:
+    """For torchrun, which names the rank that failed first, and its reason."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def build(algorithm: str, trainer: str, config: Any, prog: str) -> Any:
@@ -63,19 +83,21 @@ def build(algorithm: str, trainer: str, config: Any, prog: str) -> Any:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:  # only now what takes seconds to import
         module = import_module(f"trainers.{algorithm}")
+        from trainers.dist import RankLost
         from trainers.out_of_memory import advice, is_out_of_memory
         from trainers.run import TrainingError
 
         return getattr(module, trainer)(config)
     except ModuleNotFoundError as error:
-        print(f'{prog}: error: {error}; pip install "fastppo[trainer]" brings what the trainers need', file=sys.stderr)
+        tell(prog, error, '; pip install "fastppo[trainer]" brings what the trainers need')
     except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        tell(prog, error)
     except (RuntimeError, MemoryError) as error:
-        if not (isinstance(error, TrainingError) or is_out_of_memory(error)):
+        known = isinstance(error, TrainingError | RankLost)
+        if not (known or is_out_of_memory(error)):
+            report(error)
             raise
-        message = error if isinstance(error, TrainingError) else advice("loading the models", error, config)
-        print(f"{prog}: error: {message}", file=sys.stderr)
+        tell(prog, error if known else TrainingError(advice("loading the models", error, config)))
     return None
 
 

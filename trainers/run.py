@@ -201,12 +201,20 @@ def run_folder(config: TrainerConfig) -> Path:
     if config.logger.run_dir != "auto":
         folder = Path(config.logger.run_dir).expanduser()
         log, resume = folder / "metrics.jsonl", config.checkpointing.resume
-        if log.exists() and log.stat().st_size and find(resume, folder) is None:
+        again = (
+            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        )  # before the first checkpoint: from the start
+        if log.exists() and log.stat().st_size and find(resume, folder) is None and not again:
             raise ConfigError(
                 f"logger.run_dir={config.logger.run_dir} holds a run already, and checkpointing.resume={resume} has no "
                 "checkpoint of it to go on from: it would be overwritten. Name another folder"
             )
         return folder
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise ConfigError(
+            "logger.run_dir=auto is another folder after each restart of torchrun --max-restarts, which would begin "
+            "anew: name a folder"
+        )
     environment = config.env.name.replace(":", "-")
     base = Path("results") / f"{config.name}-{environment}-{datetime.now():%Y%m%d-%H%M%S}"
     folder, suffix = base, 1
