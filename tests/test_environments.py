@@ -200,14 +200,14 @@ def test_reasoning_gym_bounds_a_slow_verifier(monkeypatch):
     monkeypatch.setattr("trainers.environments.reasoning_gym.VERIFIER_SECONDS", 0.2)
     environment = make_environment(EnvConfig(name="reasoning_gym:countdown", size=1))
     prompt = environment.prompts()[0]
-    others_timer = signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)  # somebody else's
     samples = [sample(prompt, "9**9**9**9"), sample(prompt, prompt.metadata["answer"])]
     start = time.monotonic()
     rewards = environment.score(samples)
     assert rewards == [0.0, 1.0]
     assert time.monotonic() - start < 5
     assert environment.metrics(samples, rewards)["env/verifier_errors"] == 0.5
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(others_timer[0], abs=6)
+    assert signal.setitimer(signal.ITIMER_VIRTUAL, 0)[0] == pytest.approx(1000, abs=6)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(environment.score, samples[1:]).result() == [1.0]
 

@@ -1,6 +1,9 @@
 """The math reward: which answer of a response counts, when two are equal, and what a hostile one can do (nothing)."""
 
+import signal
 import time
+import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from trainers.config import DataConfig, EnvConfig
 from trainers.environments import Prompt, Sample, make_environment
 from trainers.environments.answers import equal, expression, written
+from trainers.environments.guards import TooSlow, time_limit
 from trainers.prompts import load_prompts
 
 ENVIRONMENT = make_environment(EnvConfig(name="math"))
@@ -114,6 +118,31 @@ def test_a_hostile_answer_is_only_wrong(answer):
     assert reward(answer[-200:], "10") == 0.0
     assert reward(rf"\boxed{{{answer}}}", "x + y") == 0.0
     assert time.monotonic() - start < 10
+
+
+def test_an_interruption_that_is_lost_is_made_again():
+    """Raised in a weak reference's callback, an exception is printed and forgotten."""
+
+    class Node:
+        pass
+
+    lost = []
+
+    def callback(_):
+        lost.append(1)
+        while len(lost) == 1:  # until the first interruption
+            pass
+
+    handler, start = signal.getsignal(signal.SIGVTALRM), time.monotonic()
+    with pytest.raises(TooSlow), warnings.catch_warnings(), time_limit(0.1):
+        warnings.simplefilter("ignore")  # pytest tells of exceptions that nobody could catch
+        node = Node()
+        keep = weakref.ref(node, callback)
+        del node
+        while True:
+            pass
+    assert lost and keep() is None and 0.25 < time.monotonic() - start < 5
+    assert signal.getsignal(signal.SIGVTALRM) == handler
 
 
 @pytest.mark.parametrize("text", [r"\boxed{", "{", "}", "#### ", "<answer>", "</answer>", "1,", "-", "1/", r"\frac{1"])

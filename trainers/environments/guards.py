@@ -16,6 +16,7 @@ MATHS_NAMES = {
 }
 # fmt: on
 NOT_AN_EXPRESSION = "("
+AGAIN_SECONDS = 0.2  # between two interruptions of a block that is late
 
 
 def guarded_verifier(verify: Callable[..., float]) -> Callable[..., float]:
@@ -55,20 +56,31 @@ class TooSlow(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow in the block after `seconds`; without effect outside the main thread, which alone gets signals."""
+    """Raise TooSlow in the block after `seconds`; without effect outside the main thread, which alone gets signals.
+
+    Seconds that this process computes: a reward must not depend on who else is busy on the machine.
+    It is raised again until the block is left: the first one is lost if it comes while Python runs what may not raise,
+    such as a weak reference's callback, and nothing would end the block then.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    inside = True
 
     def too_slow(signum: int, frame: Any) -> None:
-        raise TooSlow
+        if inside:
+            raise TooSlow
 
-    handler = signal.signal(signal.SIGALRM, too_slow)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler = signal.signal(signal.SIGVTALRM, too_slow)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN_SECONDS)
     try:
         yield
     finally:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, *timer)  # somebody else's, such as a test runner's
-        finally:
-            signal.signal(signal.SIGALRM, handler)
+        while True:  # the next one may come here
+            try:
+                inside = False
+                signal.setitimer(signal.ITIMER_VIRTUAL, *timer)  # somebody else's
+                signal.signal(signal.SIGVTALRM, handler)
+                break
+            except TooSlow:
+                pass
