@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
-from trainers.engines import Sampling
+from trainers.engines import Sampling, steps
 from trainers.engines.continuous import ContinuousBatching
 from trainers.engines.native import NativeEngine
 from trainers.engines.pages import Pages
@@ -174,7 +174,7 @@ def test_a_reason_of_any_kind_leads_to_batches(tokenizer, capsys):
 
 def test_a_model_that_no_graph_can_be_made_of_samples_all_the_same(tokenizer, monkeypatch, capsys):
     ours, theirs = both("llama", tokenizer, max_batch_size=3)
-    tried = []
+    tried, freed = [], []
 
     def captured(self, once):
         tried.append(once())
@@ -182,10 +182,11 @@ def test_a_model_that_no_graph_can_be_made_of_samples_all_the_same(tokenizer, mo
 
     monkeypatch.setattr(Graphs, "_captured", captured)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(steps, "_free_generator", freed.append)
     ours.continuous.graphs.capture = True
     for _ in range(2):
         assert_equal(ours.generate(PROMPTS, Sampling(9), SEEDS), theirs.generate(PROMPTS, Sampling(9), SEEDS))
-    assert len(tried) == 1
+    assert len(tried) == len(freed) == 1
     assert capsys.readouterr().out == "generation: without CUDA graphs: called a synchronizing CUDA operation\n"
 
 

@@ -113,11 +113,11 @@ HOSTILE = [
 
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_a_hostile_answer_is_only_wrong(answer):
-    start = time.monotonic()
+    start = time.process_time()
     assert reward(rf"\boxed{{{answer}}}", "10") == 0.0
     assert reward(answer[-200:], "10") == 0.0
     assert reward(rf"\boxed{{{answer}}}", "x + y") == 0.0
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_an_interruption_that_is_lost_is_made_again():
@@ -133,7 +133,7 @@ def test_an_interruption_that_is_lost_is_made_again():
         while len(lost) == 1:  # until the first interruption
             pass
 
-    handler, start = signal.getsignal(signal.SIGVTALRM), time.monotonic()
+    handler, start = signal.getsignal(signal.SIGVTALRM), time.process_time()
     with pytest.raises(TooSlow), warnings.catch_warnings(), time_limit(0.1):
         warnings.simplefilter("ignore")  # pytest tells of exceptions that nobody could catch
         node = Node()
@@ -141,15 +141,15 @@ def test_an_interruption_that_is_lost_is_made_again():
         del node
         while True:
             pass
-    assert lost and keep() is None and 0.25 < time.monotonic() - start < 5
+    assert lost and keep() is None and 0.25 < time.process_time() - start < 5
     assert signal.getsignal(signal.SIGVTALRM) == handler
 
 
 @pytest.mark.parametrize("text", [r"\boxed{", "{", "}", "#### ", "<answer>", "</answer>", "1,", "-", "1/", r"\frac{1"])
 def test_long_responses_take_linear_time(text):
-    start = time.monotonic()
+    start = time.process_time()
     reward(text * (200_000 // len(text)), "10")
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_no_code_of_an_answer_runs(tmp_path):
