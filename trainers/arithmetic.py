@@ -20,6 +20,7 @@ from trainers.config_checks import (
     constant_schedule,
     missing_decay,
     out_of_range,
+    sharding_needs,
     without_effect,
     wrong_betas,
     wrong_choices,
@@ -182,7 +183,8 @@ def unused(config: TrainerConfig) -> Iterator[str]:
     """
     env, critic = config.env.name, config.critic
     own_model = "num_layers_unfrozen train_global_batch_size train_micro_batch_size model_name "
-    own_model += "param_dtype fused_layers gradient_checkpointing offload max_tokens_per_micro_batch packing"
+    own_model += "param_dtype fused_layers fully_shard gradient_checkpointing offload "
+    own_model += "max_tokens_per_micro_batch packing"
     peft = config.policy.peft
     shared, local = (critic is not None and critic.mode == mode for mode in ("shared", "local"))
     by_tokens = config.policy.max_tokens_per_micro_batch is not None
@@ -211,7 +213,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
         ),
         (local, "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
         (
-            config.policy.generation.backend == "native" and not peft.enabled,
+            config.policy.generation.backend == "native" and not peft.enabled and not config.policy.fully_shard,
             "policy.generation: refit_bucket_mb",
             "policy.generation.backend=native, which takes the policy's own tensors",
         ),
@@ -283,6 +285,9 @@ def needed(config: TrainerConfig) -> Iterator[str]:
         if part.param_dtype == "bfloat16" and config.policy.dtype == "float32":
             yield f"{key}.param_dtype=bfloat16 needs policy.dtype=bfloat16: parameters are multiplied as stored"
         yield from missing_decay(key, part)
+        yield from sharding_needs(key, part)
+    if config.policy.fully_shard and config.policy.peft.enabled:
+        yield "policy.fully_shard=true does not go with policy.peft.enabled=true: adapters merge with whole matrices"
 
 
 def engine_needs(config: TrainerConfig) -> Iterator[str]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from transformers.utils import logging
 from trainers.masters import Masters
 from trainers.packed_attention import Sequences, use_packed_attention
 from trainers.rollout import RolloutBatch
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -74,6 +76,7 @@ class SplitTransformer(nn.Module):
         param_dtype: trained parameters are stored in it: `dtype`, with float32 masters, or float32.
         device: where the model goes, one parameter after the other in the dtype that it is stored in; None: stays.
         fused: on a GPU, layers in fewer kernels (fused_layers.py).
+        output_used: whether passes use the output head.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class SplitTransformer(nn.Module):
         param_dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         fused: bool = True,
+        output_used: bool = True,
     ):
         super().__init__()
         self.model, self.dtype, self.packing = model, dtype, packing
@@ -103,6 +107,8 @@ class SplitTransformer(nn.Module):
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained)
         self.masters = Masters()
+        self.root: nn.Module | None = None  # of a model that is cut over the ranks (sharding.py)
+        self.output_used = output_used
         self._store(param_dtype, device or model.device)
         if fused and model.device.type == "cuda":
             from trainers.fused_layers import fuse_layers  # triton comes with torch for GPUs alone
@@ -118,6 +124,15 @@ class SplitTransformer(nn.Module):
                 parameter.data = parameter.data.to(device, stored)
         self.model.to(device)  # buffers
         self.mixed = any(parameter.dtype != self.dtype for parameter in self.model.parameters())
+
+    def run(self, compute: Callable[[], T]) -> T:
+        """`compute()`, which is one pass, or what of it reads parameters."""
+        return compute() if self.root is None else self.root(compute)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether passes are collective: every rank must make as many."""
+        return self.root is not None
 
     def view(self, batch: RolloutBatch, device: torch.device) -> "View":
         """The batch as this model takes it."""

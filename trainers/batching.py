@@ -96,9 +96,10 @@ def micro_batches(
     lockstep: as many on every rank, for a model whose passes are collective; a rank with fewer goes on with `idle()`.
     """
     parts = split(minibatch, rows, max_tokens, packing)
+    idles = missing(len(parts)) if lockstep else 0  # asked before the first pass, which is a meeting of its own
     for part in parts:
         yield part_of(minibatch, part)
-    for _ in range(missing(len(parts)) if lockstep else 0):
+    for _ in range(idles):
         yield idle(minibatch)
 
 
@@ -134,8 +135,9 @@ def score_parts(
     lockstep: see micro_batches().
     """
     mine = dist.rows(torch.tensor([int(batch.lengths[rows].sum()) for rows in parts], dtype=torch.int64))
+    idles = missing(len(mine)) if lockstep else 0
     found = [(i, score(batch.select(parts[i]))) for i in mine]
-    for _ in range(missing(len(mine)) if lockstep else 0):
+    for _ in range(idles):
         score(idle(batch))
     if dist.replicas() > 1:
         found = [(i, {name: x for name, x in each.items() if name != "trunk_hidden"}) for i, each in found]

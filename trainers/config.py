@@ -99,6 +99,11 @@ class PolicyConfig:
         "on a GPU: RMSNorm, rotary embedding and gated MLP in one Triton kernel each, where these agree with the "
         "model's own code",
     )
+    fully_shard: bool = opt(
+        False,
+        "cut parameters, gradients and AdamW's moments over the ranks that torchrun started, a layer being whole only "
+        "while it computes (torch's fully_shard): docs/fully_shard.md",
+    )
     gradient_checkpointing: bool = opt(
         False, "compute decoder layers again in backward instead of keeping their activations; same numbers", free=True
     )
@@ -155,6 +160,7 @@ class ValueConfig:
     train_global_batch_size: int = opt(8, "local, remote: sequences per optimizer step of the critic")
     train_micro_batch_size: int = opt(8, "local: sequences per forward and backward pass of the critic", free=True)
     fused_layers: bool = opt(True, "local: as policy.fused_layers")
+    fully_shard: bool = opt(False, "local: as policy.fully_shard")
     gradient_checkpointing: bool = opt(False, "local: as policy.gradient_checkpointing", free=True)
     offload: bool = opt(
         False,

@@ -70,6 +70,18 @@ def missing_decay(key: str, part: Any) -> Iterator[str]:
         )
 
 
+def sharding_needs(key: str, part: Any) -> Iterator[str]:
+    if not part.fully_shard:
+        return
+    if part.param_dtype == "bfloat16":
+        yield (
+            f"{key}.param_dtype=bfloat16 does not go with {key}.fully_shard=true: shards are float32, the masters of "
+            "the parameters that are gathered in the compute dtype"
+        )
+    if getattr(part, "offload", False):
+        yield f"{key}.offload=true does not go with {key}.fully_shard=true: shards stay on their devices"
+
+
 def constant_schedule(key: str, part: Any) -> Rule:
     name = f"{key}.scheduler.name=constant"
     return (part.scheduler.name == "constant", f"{key}.scheduler: decay_steps min_lr_ratio", name)

@@ -210,7 +210,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     has zeros."""
     if replicas() == 1:
         return
-    trained = list(parameters)
+    if not (trained := list(parameters)):
+        return
     has = torch.tensor([p.grad is not None for p in trained], dtype=torch.int64, device=trained[0].device)
     torch_dist.all_reduce(has, op=torch_dist.ReduceOp.MAX, group=_data_group)
     used = [p for p, any_rank in zip(trained, has.tolist(), strict=True) if any_rank]

@@ -19,6 +19,7 @@ from trainers.engines import Sampling
 from trainers.optim import StepMetrics
 from trainers.probe import disagreement
 from trainers.rollout import FINISH, RolloutBatch, pack
+from trainers.sharding import local
 from trainers.trainer import Trainer
 
 PROMPTS_AFTER_REFIT = 4
@@ -182,7 +183,7 @@ def moved(before: dict[str, Tensor], trainer: Trainer, steps: list[StepMetrics],
 def engine_follows(batch: RolloutBatch, trainer: Trainer) -> Finding:
     """Refit after a change of every trained weight so large that no rounding hides an engine that did not get it."""
     generator = torch.Generator().manual_seed(0)
-    for parameter in (p for p in trainer.policy.model.parameters() if p.requires_grad):
+    for parameter in (local(p) for p in trainer.policy.model.parameters() if p.requires_grad):
         size = float(parameter.float().square().mean().sqrt())
         noise = torch.randn(parameter.shape, generator=generator) * max(0.5 * size, 0.01)
         parameter += noise.to(parameter.device, parameter.dtype)

@@ -8,6 +8,7 @@ random input and used only where they agree. Backward is made once: no second de
 # What a kernel's parameters are depends on the call.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -244,11 +245,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return _silu_mul(gate, up)
 
 
-def fuse_layers(model: PreTrainedModel) -> None:
+def fuse_layers(model: PreTrainedModel, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
     """Let `model`'s norms, gated MLPs and attention layers use the kernels above, where they do the same.
 
     A replacement is found again by a deep copy of the model, computes with the copy's parameters, and stands in for one
-    module alone: other models in the process are left as they are.
+    module alone: other models in the process are left as they are. `device`, `dtype`: where and in which the
+    model will be, if not now.
     """
     checked: dict[Any, bool] = {}
     for module in model.modules():
@@ -259,13 +261,17 @@ def fuse_layers(model: PreTrainedModel) -> None:
             parts = (*settings, *map(type, module.children()))
             kind = (type(module), *parts, *((tuple(p.shape), p.dtype, p.requires_grad) for p in module.parameters()))
             if kind not in checked:
-                checked[kind] = _same(module, replacement)
+                there = (module, replacement)
+                if device is not None:
+                    there = copy.deepcopy(there)  # the replacement's module is the copy
+                    there[0].to(device, dtype)
+                checked[kind] = _same(*there)
             if checked[kind]:
                 module.forward = replacement
         elif hasattr(module, "layer_idx") and getattr(module.forward, "func", None) is not _rotating:
             own = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
             if own is not None and own not in checked:
-                checked[own] = _rotates_alike(own, model.dtype, model.device)
+                checked[own] = _rotates_alike(own, dtype or model.dtype, device or model.device)
             if own is not None and checked[own]:
                 module.forward = functools.partial(_rotating, module.forward)
 

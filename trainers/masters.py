@@ -10,6 +10,8 @@ as soon as backward has made it, so that bfloat16 gradients exist one parameter 
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +58,21 @@ class Masters:
         self.of(parameter).copy_(value)
         if parameter in self.pairs:
             parameter.copy_(self.pairs[parameter])
+
+    def to_be_summed(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Those of what the optimizer steps whose gradients are still this rank's own."""
+        return list(parameters)
+
+    def clip(self, parameters: Sequence[Tensor], limit: float) -> float:
+        """Clip the gradients of what the optimizer steps to the norm `limit`, inf: not; their norm before."""
+        return float(nn.utils.clip_grad_norm_(parameters, limit))
+
+    def zero_grad(self) -> None:
+        """Let go of what the optimizer itself does not know of."""
+
+    def alike(self, state: dict[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
+        """What of AdamW's state over `parameters` every rank has alike."""
+        return state
 
     def offload(self) -> None:
         """To the CPU's memory, until bring_back()."""

@@ -52,11 +52,12 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         self.adamw.zero_grad(set_to_none=True)
+        self.masters.zero_grad()
 
     def clip(self) -> float:
         """Clip the gradients; their norm before."""
         limit = self.max_grad_norm if self.max_grad_norm > 0 else math.inf
-        return float(nn.utils.clip_grad_norm_(self.parameters, limit))
+        return self.masters.clip(self.parameters, limit)
 
     def offload(self) -> None:
         """AdamW's state to the CPU's memory, until the next step(); the masters until Masters.bring_back() or that."""
@@ -79,7 +80,8 @@ class Optimizer:
         self.schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self.adamw.state_dict(), "schedule": self.schedule.state_dict()}
+        adamw = self.masters.alike(self.adamw.state_dict(), self.parameters)
+        return {"adamw": adamw, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.masters.bring_back()
@@ -93,7 +95,7 @@ def step_all(optimizers: dict[str, Optimizer]) -> dict[str, dict[str, float]]:
 
     A step that is left out is left out whole (no momentum, decay or schedule) and counted.
     """
-    dist.sum_gradients(parameter for optimizer in optimizers.values() for parameter in optimizer.parameters)
+    dist.sum_gradients(p for each in optimizers.values() for p in each.masters.to_be_summed(each.parameters))
     norms = {name: optimizer.clip() for name, optimizer in optimizers.items()}
     finite = all(map(math.isfinite, norms.values()))
     report = {}

@@ -6,7 +6,7 @@
 
 Each step: sample responses, score them, take log-probs (policy and reference) and values, charge the KL, estimate
 advantages, then some epochs of clipped updates of critic and policy, and hand the new weights to the engine.
-What is not here: models that no single device holds.
+Under torchrun `policy.fully_shard=true` trains a model that no single device holds (docs/fully_shard.md).
 """
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
@@ -118,7 +118,7 @@ class PPOTrainer(Trainer):
             cfg,
             device=self.device,
             dtype=self.dtype,
-            param_dtype=self.param_dtype("value", cfg.param_dtype),
+            param_dtype=self.param_dtype("value", "float32" if cfg.fully_shard else cfg.param_dtype),
             score_batch=self.config.policy.logprob_batch_size,
         )
 

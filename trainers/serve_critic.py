@@ -85,6 +85,7 @@ class Server:
         name = environment.default_model if cfg.model_name is None else cfg.model_name
         path = dist.together(lambda: resolve_model(name, key="value.model_name"))[dist.rank()]
         wanted = self.known.get("param_dtype", "auto") if cfg.param_dtype == "auto" else cfg.param_dtype
+        wanted = "float32" if cfg.fully_shard else wanted
         stored = pick_param_dtype(wanted, self.dtype, self.device, "value")
 
         def build() -> LocalValue:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from trainers.batch_plan import launched_ranks
 from trainers.config import TrainerConfig, ValueConfig, walk
-from trainers.config_checks import Rule, constant_schedule
+from trainers.config_checks import Rule, constant_schedule, sharding_needs
 from trainers.config_remote import TOKEN_VARIABLE, RemoteRewardConfig
 from trainers.config_service import ServeConfig, TLSConfig
 from trainers.config_types import shown
@@ -21,7 +21,7 @@ UNFIT = "travels in a header: expected printable ASCII characters, and no space 
 # Beside its optimizer and scheduler what a critic's server decides; a trainer that sets one must set it alike.
 SERVED = (
     *("model_name", "param_dtype", "num_layers_unfrozen", "train_micro_batch_size", "fused_layers"),
-    *("gradient_checkpointing", "max_tokens_per_micro_batch", "packing"),
+    *("fully_shard", "gradient_checkpointing", "max_tokens_per_micro_batch", "packing"),
 )
 
 
@@ -168,6 +168,7 @@ def served_unused(config: ServeConfig) -> list[Rule]:
 
 def served_needed(config: ServeConfig) -> Iterator[str]:
     tls = config.tls
+    yield from sharding_needs("value", config.value)
     if not is_own_address(config.host) and token_of(config.token) is None:
         yield (
             f"host={config.host} can be reached from other machines: that needs token, or the environment variable "

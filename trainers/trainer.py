@@ -94,7 +94,7 @@ class Trainer:
         self.dtype = dist.main_does(lambda: pick_dtype(wanted, self.device))
         reference = not self.cfg.skip_reference_policy_logprobs_calculation
         self.logprobs = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
-        param_dtype = self.param_dtype("policy", cfg.param_dtype)
+        param_dtype = self.param_dtype("policy", "float32" if cfg.fully_shard else cfg.param_dtype)
         self.policy = HFPolicy(
             path, cfg, device=self.device, dtype=self.dtype, param_dtype=param_dtype, reference=reference
         )

@@ -183,6 +183,11 @@ class NativeEngine(GuardedEngine):
         return any(stop in text for stop in stop_strings)
 
 
+def own_copy(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """`model`, which nobody else uses, as an engine wants it."""
+    return model.requires_grad_(False).to(device, dtype)
+
+
 def share_parameters(model: Model, dtype: torch.dtype, copied: Iterable[Tensor] = ()) -> Model:
     """A model of the same structure in `dtype`: parameters stored in that dtype are shared, unless they are among
     `copied`; the others are copied."""

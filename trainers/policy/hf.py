@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 import fastppo
-from trainers import dist
+from trainers import dist, sharding
 from trainers.backbone import (
     SplitTransformer,
     View,
@@ -31,7 +31,7 @@ from trainers.backbone import (
 from trainers.batching import micro_batches, score_parts, split
 from trainers.config import PolicyConfig
 from trainers.engines import Manifest, TensorSpec, stop_ids
-from trainers.engines.native import share_parameters
+from trainers.engines.native import own_copy, share_parameters
 from trainers.losses import JointLoss, PolicyLoss, SelectedRows, scored
 from trainers.optim import Optimizer, StepMetrics, add_metrics, step_all
 from trainers.policy.lora import Adapters
@@ -54,8 +54,8 @@ class HFPolicy:
     ):
         self.cfg, self.path, self.device, self.dtype = cfg, path, device, dtype
         self.param_dtype = param_dtype or pick_param_dtype(cfg.param_dtype, dtype, device, "policy")
-        if cfg.peft.enabled:
-            self.param_dtype = torch.float32  # adapters are small
+        if cfg.peft.enabled or cfg.fully_shard:
+            self.param_dtype = torch.float32  # adapters are small; shards are masters
         model = load_model(path)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model, self.hf_config = model, model.config
@@ -67,14 +67,16 @@ class HFPolicy:
             dtype,
             packing=cfg.packing,
             param_dtype=self.param_dtype,
-            device=device,
+            device=torch.device("cpu") if cfg.fully_shard else device,
             fused=cfg.fused_layers,
         )
-        self.masters = self.backbone.masters
         if cfg.gradient_checkpointing:
             checkpoint_layers(model, "policy.gradient_checkpointing")
         self.softcap = getattr(model.config, "final_logit_softcapping", None)
         self._check_head()
+        if cfg.fully_shard:
+            sharding.shard(self.backbone, device, fused=cfg.fused_layers, key="policy.fully_shard")
+        self.masters = self.backbone.masters
         if cfg.generation.min_new_tokens and not (self.stop_ids or cfg.generation.stop_strings):
             raise ValueError(
                 f"policy.generation.min_new_tokens={cfg.generation.min_new_tokens} has no effect: the model has no "
@@ -92,14 +94,21 @@ class HFPolicy:
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
-        cfg, out = self.cfg, {}
+        cfg, backbone, out = self.cfg, self.backbone, {}
         parts = split(batch, cfg.logprob_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing)
         if mine := want - {"ref_logprobs"}:
-            out = score_parts(batch, parts, lambda part: self._score(part, mine))
+            out = score_parts(
+                batch, parts, lambda part: backbone.run(lambda: self._score(part, mine)), lockstep=backbone.lockstep
+            )
         if "ref_logprobs" in want:  # all of them in one go: the reference's weights may have to be brought in
             seen = replace(batch, trunk_hidden=out.get("trunk_hidden", batch.trunk_hidden))
             with self.reference.active() as (top, head):
-                out |= score_parts(seen, parts, lambda part: self._score_reference(part, top, head))
+                out |= score_parts(
+                    seen,
+                    parts,
+                    lambda part: backbone.run(lambda: self._score_reference(part, top, head)),
+                    lockstep=backbone.lockstep,
+                )
         return out
 
     def _score(self, batch: RolloutBatch, want: set[str]) -> dict[str, Tensor]:
@@ -129,18 +138,23 @@ class HFPolicy:
         """Add the gradients of this rank's part of an optimizer step to each `grad`; the sums of its metrics."""
         self.masters.bring_back()
         sums: dict[str, Tensor] = {}
-        cfg = self.cfg
-        for part in micro_batches(minibatch, cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing):
-            view = self.backbone.view(part, self.device)
-            hidden = self.backbone.hidden(view.ids, self._trunk(view), **view.where).flatten(0, 1)[view.before]
-            rows = SelectedRows.of(part, view.selected, self.device)
-            with self.backbone.autocast():
-                weight, bias = self.head.weight, getattr(self.head, "bias", None)
-                # A master takes the output layer's gradient as it is summed: no [V, D] of it in bfloat16.
-                step = loss(hidden, weight, rows, bias, self.masters.grad(weight))
-            step.loss.backward()
-            add_metrics(sums, step.metrics)
+        cfg, backbone = self.cfg, self.backbone
+        size = cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing
+        for part in micro_batches(minibatch, *size, lockstep=backbone.lockstep):
+            total, metrics = backbone.run(lambda part=part: self._loss(part, loss))
+            total.backward()
+            add_metrics(sums, metrics)
         return sums
+
+    def _loss(self, part: RolloutBatch, loss: PolicyLoss | JointLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        view = self.backbone.view(part, self.device)
+        hidden = self.backbone.hidden(view.ids, self._trunk(view), **view.where).flatten(0, 1)[view.before]
+        rows = SelectedRows.of(part, view.selected, self.device)
+        with self.backbone.autocast():
+            weight, bias = self.head.weight, getattr(self.head, "bias", None)
+            # A master takes the output layer's gradient as it is summed: no [V, D] of it in bfloat16.
+            step = loss(hidden, weight, rows, bias, self.masters.grad(weight))
+        return step.loss, step.metrics
 
     @property
     def head(self) -> nn.Module:
@@ -174,7 +188,7 @@ class HFPolicy:
     @torch.no_grad()
     def _check_head(self) -> None:
         """Some models scale their logits in ways of their own; log-probs here are those of hidden x weight + bias."""
-        ids = torch.arange(8).remainder(self.model.config.vocab_size)[None].to(self.device)
+        ids = torch.arange(8).remainder(self.model.config.vocab_size)[None].to(self.model.device)
         hidden = self.backbone.hidden(ids, None if self.backbone.trunk is None else self.backbone.trunk_hidden(ids))
         with self.backbone.autocast():
             right = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -190,17 +204,21 @@ class HFPolicy:
 
     def manifest(self) -> Manifest:
         named = self.model.named_parameters() if self.adapters is None else self.adapters.base()
-        return {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in named}
+        dtype = self.dtype if self.backbone.lockstep else None
+        return {name: TensorSpec(tuple(p.shape), dtype or p.dtype) for name, p in named}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.adapters is not None:
             yield from self.adapters.weights()
             return
         for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+            yield name, sharding.whole(parameter, self.dtype) if self.backbone.lockstep else parameter.detach()
 
     def engine_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The model for an engine in this process, in `dtype`: it shares what is stored so, and copies the rest."""
+        """The model for an engine in this process, in `dtype`: it shares what is stored so, and copies the rest. Beside
+        a sharded model it is whole, read from `path` again."""
+        if self.backbone.lockstep:
+            return own_copy(load_model(self.path), self.device, dtype)
         return share_parameters(self.model, dtype) if self.adapters is None else self.adapters.engine_model(dtype)
 
     def offload(self) -> None:
@@ -214,6 +232,7 @@ class HFPolicy:
         Parameters as they are stored, which is what generated: with param_dtype=bfloat16 not the masters, which are in
         state_dict(). Where dtypes are mixed, readers are told float32, so that no trained bit is lost.
         """
+        weights = sharding.whole_on_main(self.model.named_parameters()) if self.backbone.lockstep else {}
         if not dist.is_main():
             return
         self.tokenizer.save_pretrained(folder)
@@ -221,21 +240,31 @@ class HFPolicy:
             self.adapters.save_adapter(folder)
             return
         with quiet():
-            (self.adapters or self.model).save_pretrained(folder)
+            if weights:
+                self.model.save_pretrained(folder, state_dict=weights)
+            else:
+                (self.adapters or self.model).save_pretrained(folder)
         # transformers writes the first parameter's dtype, maybe a frozen one's; readers would round trained ones to it.
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"dtype": name_of(self.param_dtype)}, indent=2) + "\n")
 
-    def save_shards(self, folder: Path) -> None: ...
+    def save_shards(self, folder: Path) -> None:
+        if self.backbone.lockstep:
+            sharding.save_shards(folder, self._trained(), self.optimizers["actor"])
 
-    def load_shards(self, folder: Path) -> None: ...
+    def load_shards(self, folder: Path) -> None:
+        if self.backbone.lockstep:
+            sharding.load_shards(folder, self._trained(), self.optimizers["actor"])
 
     def facts(self) -> dict[str, object]:
         return model_facts(self.path, self.model)
 
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
     def trained(self) -> dict[str, Tensor]:
-        """The float32 values that the optimizer steps."""
-        return {name: self.masters.of(p).detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        """The float32 values that the optimizer steps; of a sharded model those of this rank."""
+        return {name: self.masters.of(p).detach() for name, p in self._trained()}
 
     @functools.cached_property
     def frozen_sha256(self) -> str:
@@ -244,14 +273,14 @@ class HFPolicy:
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 digest.update(name.encode())
-                digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+                digest.update(sharding.whole(parameter).cpu().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "dtype": str(self.dtype),
             "param_dtype": str(self.param_dtype),
-            "trained": self.trained(),
+            "trained": {} if self.backbone.lockstep else self.trained(),
             "frozen_sha256": self.frozen_sha256,
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "heads": {name: head.state_dict() for name, head in self.heads.items()},
@@ -269,7 +298,7 @@ class HFPolicy:
                 f"the checkpoint's trained parameters were stored in {name}, this run's are in {self.param_dtype}: set "
                 f"policy.param_dtype={name}"
             )
-        mine = self.trained()
+        mine = {} if self.backbone.lockstep else self.trained()
         for name in sorted(set(mine) ^ set(state["trained"])):
             raise ValueError(f"the checkpoint is not one of {self.path}: they differ in {name!r}")
         for name, parameter in mine.items():

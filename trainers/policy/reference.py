@@ -14,6 +14,7 @@ from torch import nn
 from trainers.backbone import SplitTransformer
 from trainers.offload import to_host
 from trainers.policy.lora import Adapters
+from trainers.sharding import local
 
 Part = tuple[nn.Module, nn.Module]
 
@@ -26,7 +27,10 @@ class Reference(Protocol):
 def make_reference(kind: str, backbone: SplitTransformer, adapters: Adapters | None) -> Reference:
     if adapters is not None:
         return AdaptersOff(backbone, adapters)
-    return SwappedIn(backbone) if kind == "cpu_offload" else FrozenCopy(backbone)
+    if kind == "cpu_offload":
+        return SwappedIn(backbone)
+    # A sharded model cannot be copied, but its shards can.
+    return SwappedIn(backbone, on_device=True) if backbone.lockstep else FrozenCopy(backbone)
 
 
 class FrozenCopy:
@@ -66,22 +70,27 @@ class AdaptersOff:
 class SwappedIn:
     """A copy in the CPU's memory, written over the trained parameters for the pass: the device holds one model.
 
-    The trained values wait in the CPU's memory and come back bit for bit, also from a pass that raises. Meanwhile each
-    parameter says so in `holds_reference`, which an engine that samples from the same storage refuses.
+    Of a sharded model it is this rank's part. With `on_device` the copy is there, in the compute dtype, which is what
+    passes read, and so are the trained values for the length of a pass; else they wait in the CPU's memory. They come
+    back bit for bit, also from a pass that raises. Meanwhile each parameter says so in `holds_reference`, which an
+    engine that samples from the same storage refuses.
     """
 
-    def __init__(self, backbone: SplitTransformer):
-        self.backbone = backbone
-        self.trained = [p for p in backbone.model.parameters() if p.requires_grad]
-        self.initial = [to_host(p.detach()) for p in self.trained]
-        self.waiting = [torch.empty_like(p, pin_memory=p.is_pinned()) for p in self.initial]
+    def __init__(self, backbone: SplitTransformer, *, on_device: bool = False):
+        self.backbone, self.on_device = backbone, on_device
+        self.trained = [local(p) if backbone.lockstep else p for p in backbone.model.parameters() if p.requires_grad]
+        if on_device:
+            self.initial = [p.to(backbone.dtype, copy=True) for p in self.trained]
+        else:
+            self.initial = [to_host(p.detach()) for p in self.trained]
+            self.waiting = [torch.empty_like(p, pin_memory=p.is_pinned()) for p in self.initial]
 
     @contextmanager
     def active(self) -> Iterator[Part]:
-        swapped = 0
+        swapped, places = 0, [torch.empty_like(p) for p in self.trained] if self.on_device else self.waiting
         try:
             with torch.no_grad():
-                for parameter, initial, waiting in zip(self.trained, self.initial, self.waiting, strict=True):
+                for parameter, initial, waiting in zip(self.trained, self.initial, places, strict=True):
                     # One stream: each copy begins when those before it have ended, so none needs to be waited for.
                     waiting.copy_(parameter, non_blocking=True)
                     swapped += 1
@@ -90,6 +99,6 @@ class SwappedIn:
             yield self.backbone.top, self.backbone.output_layer()
         finally:
             with torch.no_grad():
-                for parameter, waiting in zip(self.trained[:swapped], self.waiting, strict=False):
+                for parameter, waiting in zip(self.trained[:swapped], places, strict=False):
                     parameter.copy_(waiting, non_blocking=True)
                     parameter.holds_reference = False

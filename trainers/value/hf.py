@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from trainers import dist, offload
+from trainers import dist, offload, sharding
 from trainers.backbone import SplitTransformer, View, checkpoint_layers, pick_param_dtype
 from trainers.batching import micro_batches, minibatches, score_parts, split
 from trainers.classifiers import load_backbone
@@ -36,6 +37,8 @@ class LocalValue(BaseValue):
         score_batch: int,
     ):
         self.cfg, self.path, self.device, self.score_batch = cfg, path, device, score_batch
+        if cfg.fully_shard:
+            param_dtype = torch.float32  # shards are masters
         param_dtype = param_dtype or pick_param_dtype(cfg.param_dtype, dtype, device, "value")
         model, scores = load_backbone(path, "value.model_name")
         head = model.get_output_embeddings()
@@ -48,12 +51,15 @@ class LocalValue(BaseValue):
             dtype,
             packing=cfg.packing,
             param_dtype=param_dtype,
-            device=device,
+            device=torch.device("cpu") if cfg.fully_shard else device,
             fused=cfg.fused_layers,
+            output_used=False,
         )
-        self.masters = self.backbone.masters
         if cfg.gradient_checkpointing:
             checkpoint_layers(model, "value.gradient_checkpointing")
+        if cfg.fully_shard:
+            sharding.shard(self.backbone, device, fused=cfg.fused_layers, key="value.fully_shard")
+        self.masters = self.backbone.masters
         self.head = ScalarHead(model.config.hidden_size)
         if scores is not None and scores.out_features == 1:
             self.head.linear.load_state_dict(scores.state_dict(), strict=False)  # most have no bias; it stays 0
@@ -87,7 +93,9 @@ class LocalValue(BaseValue):
         self._bring_back()
         budget = self.cfg.max_tokens_per_micro_batch or max_tokens
         parts = split(batch, self.score_batch, budget, self.cfg.packing)
-        return Done(**score_parts(batch, parts, self._score))
+        backbone = self.backbone
+        score = lambda part: backbone.run(lambda: self._score(part))  # noqa: E731
+        return Done(**score_parts(batch, parts, score, lockstep=backbone.lockstep))
 
     def _score(self, batch: RolloutBatch) -> dict[str, Tensor]:
         view = self.backbone.view(batch, self.device)
@@ -107,14 +115,19 @@ class LocalValue(BaseValue):
         self._bring_back()
         self.masters.bring_back()
         sums: dict[str, Tensor] = {}
-        cfg = self.cfg
-        for part in micro_batches(minibatch, cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing):
-            view = self.backbone.view(part, self.device)
-            values = self.head(self._hidden(view)[view.before])
-            step = loss(values, SelectedRows.of(part, view.selected, self.device))
-            step.loss.backward()
-            add_metrics(sums, step.metrics)
+        cfg, backbone = self.cfg, self.backbone
+        size = cfg.train_micro_batch_size, cfg.max_tokens_per_micro_batch, cfg.packing
+        for part in micro_batches(minibatch, *size, lockstep=backbone.lockstep):
+            total, metrics = backbone.run(lambda part=part: self._loss(part, loss))
+            total.backward()
+            add_metrics(sums, metrics)
         return sums
+
+    def _loss(self, part: RolloutBatch, loss: ValueLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        view = self.backbone.view(part, self.device)
+        values = self.head(self._hidden(view)[view.before])
+        step = loss(values, SelectedRows.of(part, view.selected, self.device))
+        return step.loss, step.metrics
 
     def _hidden(self, view: View) -> Tensor:
         # The batch's trunk_hidden is the policy's trunk, not this one's.
@@ -123,19 +136,29 @@ class LocalValue(BaseValue):
 
     def save(self, folder: Path) -> None:
         """The values that the optimizer steps, float32."""
+        stepped = self.masters.of if not self.backbone.lockstep else lambda parameter: parameter
+        tensors = sharding.whole_on_main((name, stepped(p)) for name, p in self._trained())
         if not dist.is_main():
             return
         folder.mkdir()
-        tensors = {name: self.masters.of(p).detach().cpu().contiguous() for name, p in self._trained()}
         save_file(tensors, folder / "critic.safetensors")
 
     def load(self, folder: Path) -> None:
-        tensors = load_file(folder / "critic.safetensors")
         mine = dict(self._trained())
-        if {n: t.shape for n, t in tensors.items()} != {n: p.shape for n, p in mine.items()}:
-            raise ValueError(f"{folder} is not a checkpoint of the critic {self.path}: names or shapes differ")
-        for name, parameter in mine.items():
-            self.masters.load(parameter, tensors[name])
+        with safe_open(folder / "critic.safetensors", "pt") as tensors:
+            shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+            if shapes != {name: list(parameter.shape) for name, parameter in mine.items()}:
+                raise ValueError(f"{folder} is not a checkpoint of the critic {self.path}: names or shapes differ")
+            for name, parameter in mine.items():
+                self.masters.load(parameter, tensors.get_tensor(name))
+
+    def save_shards(self, folder: Path) -> None:
+        if self.backbone.lockstep:
+            sharding.save_shards(folder, self._trained(), self.optimizer)
+
+    def load_shards(self, folder: Path) -> None:
+        if self.backbone.lockstep:
+            sharding.load_shards(folder, self._trained(), self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer.state_dict()}
