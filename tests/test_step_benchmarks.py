@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench_generate  # noqa: E402
 import bench_ppo_step  # noqa: E402
 import models  # noqa: E402
+import run_layouts  # noqa: E402
 import step  # noqa: E402
 
 LAYERS = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64  # and the last norm
@@ -239,3 +240,31 @@ def test_stop_tokens_make_half_the_length() -> None:
     stops = bench_generate.stop_tokens(151936, 256)
     assert len(set(stops)) == len(stops) == 1187  # 151936 / 128: one token in 128 stops
     assert min(stops) >= len(models.SPECIAL) and max(stops) < 151936
+
+
+@pytest.mark.slow
+def test_layouts_are_compared_with_one_process(folder, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = folder / "layouts.jsonl"
+    size = "--shape tiny --device cpu --prompts 2 --samples 2 --prompt-tokens 5 --response-tokens 3 --micro-tokens 16"
+    words = [*size.split(), "--steps", "3", "--warmup", "1", "--folder", str(folder / "layouts"), "--out", str(out)]
+    assert run_layouts.main([*words, "--layouts", "one", "fully_shard"]) == 0
+    one, sharded = (json.loads(line) for line in out.read_text().splitlines())
+    assert (one["ranks"], sharded["ranks"], len(one["steps_s"])) == (1, 2, 3)
+    assert "-m torch.distributed.run" in sharded["command"] and "policy.fully_shard=true" in sharded["command"]
+    assert run_layouts.difference(sharded, one) < 1e-5
+    table = capsys.readouterr().out.splitlines()
+    assert table[-2].startswith("| one | 1 |") and table[-1].startswith("| fully_shard | 2 |")
+
+
+def test_a_difference_is_that_of_the_metric_furthest_off():
+    right = {"metrics": {"a": [2.0, -4.0], "b": [0.0, 0.0]}}
+    assert run_layouts.difference({"metrics": {"a": [2.0, -3.0], "b": [0.0, 0.1]}}, right) == pytest.approx(0.25)
+
+
+def test_a_layout_that_fails_is_a_row_that_says_so(folder, capsys):
+    out = folder / "failed.jsonl"
+    words = ["--shape", "tiny", "--device", "cpu", "--folder", str(folder / "failed"), "--out", str(out)]
+    assert run_layouts.main([*words, "--layouts", "one", "--prompts", "0"]) == 1
+    assert "exit code" in json.loads(out.read_text())["error"]
+    assert "num_prompts_per_step" in capsys.readouterr().err
