@@ -1,5 +1,6 @@
 """A model sharded over two GPUs, with NCCL, trains as one whole model on one GPU, and holds half of its state."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,11 +40,18 @@ def policy(folder: Path, dtype: torch.dtype, sharded: bool) -> HFPolicy:
     return made
 
 
+def allocated() -> int:
+    """Bytes of tensors on the device, without cuBLAS' workspace, which the first product makes and keeps."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 def run(folder: Path, dtype: torch.dtype, sharded: bool) -> dict:
     """Gradients, scores and steps of a policy, and the memory that its parts hold when nothing runs."""
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     made = policy(folder, dtype, sharded)
-    held = torch.cuda.memory_allocated() - before
+    held = allocated() - before
     batch = tiny.rollout(LENGTHS)
     scored = made.score(batch, {"old_logprobs", "ref_logprobs"})
     batch.update(**scored)
@@ -88,7 +96,8 @@ def worker(rank: int, name: str) -> None:
             )
         assert got["norms"] == pytest.approx(expected["norms"], rel=10 * tolerance if exact else 0.05)
         # Float32 shards and the reference's in the compute dtype.
-        assert got["held"] < (4 + dtype.itemsize) * got["parameters"] / RANKS + 8 * 2**20
+        share = (4 + dtype.itemsize) * got["parameters"] / RANKS
+        assert got["held"] < share + 8 * 2**20, f"{dtype}: {got['held'] / 2**20:.1f} MiB, of {share / 2**20:.1f}"
         assert got["moved"] == dtype.itemsize * got["parameters"]
         if exact:
             assert got["tokens"] == expected["tokens"]
