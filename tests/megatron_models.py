@@ -25,10 +25,11 @@ LLAMA3 = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 # Name -> (configuration class, settings). Of a vocabulary of 150, four ranks have 64 + 64 + 22 + 0 rows.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    # Two groups, fewer than four ranks.
+    # Two groups, fewer than four ranks. A padding token, which the tests' sequences have among the others.
     "llama": (
         "LlamaConfig",
         {
+            "pad_token_id": 132,
             "num_hidden_layers": 4,
             "num_key_value_heads": 2,
             "head_dim": 12,
@@ -114,3 +115,17 @@ def file_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
                 parts = dict(zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True))
             tensors |= {f"{layer}.experts.{e}.{name}.weight": weight for name, weight in parts.items()}
     return tensors
+
+
+class LowIds:
+    """An environment that pays for low token ids: something to learn for a model of noise."""
+
+    default_model = "tiny-llama"
+
+    def prompts(self) -> list[Any]:
+        from trainers.environments import Prompt
+
+        return [Prompt(f"w{i} w{j}") for i in range(2, 6) for j in range(2, 6)]
+
+    def score(self, samples: list[Any]) -> list[float]:
+        return [sum(1 - i / 150 for i in sample.response_ids) / len(sample.response_ids) for sample in samples]

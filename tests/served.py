@@ -18,10 +18,21 @@ START_SECONDS = 60
 
 
 class ServerProcess:
-    """Runs until the `with` ends. `restart()` is what a supervisor does: the same command, on the same port."""
+    """Runs until the `with` ends. `restart()` is what a supervisor does: the same command, on the same port.
 
-    def __init__(self, folder: Path, *settings: str, ranks: int = 1, env: dict[str, str] | None = None):
+    Args: starter: the file that starts the module, such as tests/megatron_cpu.py, under torchrun.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *settings: str,
+        ranks: int = 1,
+        env: dict[str, str] | None = None,
+        starter: str | None = None,
+    ):
         self.folder, self.settings, self.ranks, self.env = folder, list(settings), ranks, env or {}
+        self.starter = starter
         self.log = folder / "server.log"
         self.port = 0
         self.process: subprocess.Popen | None = None
@@ -37,7 +48,8 @@ class ServerProcess:
     def start(self) -> None:
         python = [sys.executable, "-m"]
         if self.ranks > 1:
-            python += ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", "-m"]
+            python += ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+            python += ["-m"] if self.starter is None else [self.starter]
         ours = [f"port={self.port}", f"run_dir={self.folder / 'critic'}", "cluster.device=cpu", "cluster.num_threads=1"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **self.env}
         before = self.log.stat().st_size if self.log.exists() else 0

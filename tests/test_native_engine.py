@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
+from trainers.backbone import load_model
 from trainers.engines import Sampling, sample
-from trainers.engines.native import NativeEngine, share_parameters
+from trainers.engines.native import NativeEngine, own_copy, share_parameters
 from trainers.refit import refit
 
 PROMPTS = [[2, 3], [4], [5, 6, 7, 8], [9, 10], [4]]
@@ -61,3 +62,35 @@ def test_refit_moves_nothing_where_storage_is_shared_and_only_trained_layers_els
         assert refit(cut, engine, version) == 2 * trained
         fresh = share_parameters(cut.model, torch.bfloat16).state_dict()
         assert all(torch.equal(fresh[name], tensor) for name, tensor in engine.model.state_dict().items())
+
+
+def test_weights_of_its_own_are_given_up_in_sleep_and_come_with_the_next_refit(tokenizer):
+    policy, sampling = tiny.policy(), Sampling(max_new_tokens=4, ignore_eos=True)
+    model = own_copy(load_model(tiny.tiny_model()), torch.device("cpu"), torch.float32)
+    engine = NativeEngine(model, tokenizer, own_weights=True)
+    assert engine.capabilities().can_sleep
+    held = lambda: sum(p.untyped_storage().nbytes() for p in model.parameters())  # noqa: E731
+    total = held()
+    assert refit(policy, engine, 1) == total
+    right = engine.generate(PROMPTS, sampling, SEEDS)
+    engine.sleep()
+    assert held() == 0
+    for part in ("weights", "kv"):
+        engine.wake(part)
+    with pytest.raises(RuntimeError, match="given up in sleep"):
+        engine.generate(PROMPTS, sampling, SEEDS)
+    assert refit(policy, engine, 1) == held() == total
+    assert engine.generate(PROMPTS, sampling, SEEDS) == right
+    engine.sleep(keep_weights=True)
+    for part in ("weights", "kv"):
+        engine.wake(part)
+    assert engine.generate(PROMPTS, sampling, SEEDS) == right
+
+
+def test_a_copy_in_half_precision_computes_as_transformers_own():
+    """Rotary frequencies stay float32."""
+    ours = own_copy(load_model(tiny.tiny_model()), torch.device("cpu"), torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tiny.tiny_model(), dtype=torch.bfloat16).eval()
+    ids = torch.arange(24).view(2, 12) % 16
+    assert ours(input_ids=ids).logits.equal(theirs(input_ids=ids).logits)
+    assert ours.model.rotary_emb.inv_freq.dtype == torch.float32

@@ -198,9 +198,9 @@ def test_every_page_of_docs_is_linked_from_another():
         assert re.search(rf"\]\((?:[^)\s]*/)?{re.escape(Path(page).name)}[)#]", others), page
 
 
-def test_kernel_pages_name_tests_that_exist():
+def test_pages_of_proofs_name_tests_that_exist():
     sources = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    for page in (ROOT / "docs" / "kernels").glob("*.md"):
+    for page in (*(ROOT / "docs" / "kernels").glob("*.md"), ROOT / "docs" / "megatron.md"):
         for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8")):
             assert f"def {name}(" in sources, f"{page.name}: {name}"
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainers import checkpointing_rules, reward_model_rules, service_rules
+from trainers import checkpointing_rules, megatron_rules, reward_model_rules, service_rules
 from trainers.algorithm_rules import needed_rules, unused_rules
-from trainers.batch_plan import BatchPlan, launched_ranks
+from trainers.batch_plan import BatchPlan, counted, launched_ranks
 from trainers.config import TrainerConfig
 from trainers.config_checks import (
     ConfigError,
@@ -154,10 +154,13 @@ def uneven_batches(config: TrainerConfig) -> Iterator[str]:
         budget = part.max_tokens_per_micro_batch
         if budget is not None and budget < longest:
             yield f"{key}.max_tokens_per_micro_batch={budget} is less than the longest sequence: {why} tokens"
-        if (ranks := launched_ranks()) > part.train_global_batch_size:
+        if (copies := megatron_rules.replicas(config)) > part.train_global_batch_size:
+            ranks = f"{launched_ranks()} ranks that torchrun started"
+            if copies < launched_ranks():
+                ranks = f"{counted(copies, 'copy', 'copies')} of the model on the {ranks}"
             yield (
                 f"{key}.train_global_batch_size={part.train_global_batch_size} sequences an optimizer step are fewer "
-                f"than the {ranks} ranks that torchrun started: each needs at least one"
+                f"than the {ranks}: each needs at least one"
             )
         if budget is None and part.train_micro_batch_size > part.train_global_batch_size:
             yield (
@@ -193,6 +196,7 @@ def unused(config: TrainerConfig) -> Iterator[str]:
     rules: list[Rule] = [
         *unused_rules(config),
         *service_rules.unused_rules(config),
+        *megatron_rules.unused_rules(config),
         (backend != "trtllm", "policy.generation.trtllm_cfg: *", f"policy.generation.backend={backend}"),
         (backend != "vllm", "policy.generation.vllm_cfg: *", f"policy.generation.backend={backend}"),
         (backend != "native", "policy.generation: kv_cache_gb", f"policy.generation.backend={backend}"),
@@ -213,7 +217,9 @@ def unused(config: TrainerConfig) -> Iterator[str]:
         ),
         (local, "value: detach_trunk loss_coef", "value.mode=local, which shares no trunk and no step"),
         (
-            config.policy.generation.backend == "native" and not peft.enabled and not config.policy.fully_shard,
+            config.policy.generation.backend == "native"
+            and config.policy.backend == "hf"
+            and not (peft.enabled or config.policy.fully_shard),
             "policy.generation: refit_bucket_mb",
             "policy.generation.backend=native, which takes the policy's own tensors",
         ),
@@ -281,6 +287,7 @@ def needed(config: TrainerConfig) -> Iterator[str]:
     yield from reward_model_rules.needed(config)
     yield from service_rules.needed(config)
     yield from checkpointing_rules.needed(config)
+    yield from megatron_rules.needed(config)
     for key, part in trained_parts(config):
         if part.param_dtype == "bfloat16" and config.policy.dtype == "float32":
             yield f"{key}.param_dtype=bfloat16 needs policy.dtype=bfloat16: parameters are multiplied as stored"

@@ -45,11 +45,11 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_model(path: Path | str) -> PreTrainedModel:
-    """A causal language model in float32 in the CPU's memory, or a ValueError that says what `path` was."""
+def load_model(path: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal language model in the CPU's memory, or a ValueError that says what `path` was."""
     try:
         with quiet():
-            return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     except OSError as error:
         raise ValueError(f"no causal language model could be loaded from {str(path)!r}: {error}") from error
 
@@ -339,6 +339,12 @@ def pick_param_dtype(name: str, dtype: torch.dtype, device: torch.device, key: s
 def name_of(dtype: torch.dtype) -> str:
     """As settings write it: bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def limits_of(model: PreTrainedModel) -> tuple[int, int | None]:
+    """Rows of the embedding, and positions if they are limited."""
+    config = model.config.get_text_config()
+    return model.get_input_embeddings().num_embeddings, getattr(config, "max_position_embeddings", None)
 
 
 def model_facts(path: Path | str, model: PreTrainedModel) -> dict[str, object]:

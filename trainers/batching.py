@@ -4,7 +4,8 @@ A minibatch carries the counts its losses are divided by (selected tokens, seque
 it is cut further: however it is cut, the same numbers come out.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -59,8 +60,11 @@ def policy_minibatches(
         yield minibatch
 
 
-def split(batch: RolloutBatch, rows: int, max_tokens: int | None = None, packing: bool = False) -> list[Tensor]:
-    """The sequences of each micro-batch: `rows` of them in order, or as many as fit into `max_tokens`.
+def split(
+    batch: RolloutBatch, rows: int, max_tokens: int | None = None, packing: bool = False, *, by_length: bool = False
+) -> list[Tensor]:
+    """The sequences of each micro-batch: `rows` of them, in order or the longest first, or as many as fit into
+    `max_tokens`.
 
     Those are taken from the longest to the shortest, so that little is padded, and what counts is what the model sees:
     with `packing` the tokens, else sequences x the longest one.
@@ -71,7 +75,8 @@ def split(batch: RolloutBatch, rows: int, max_tokens: int | None = None, packing
     if not len(batch):  # a rank without a sequence of this minibatch
         return []
     if max_tokens is None:
-        return list(torch.arange(len(batch)).split(rows))
+        order = torch.argsort(batch.lengths, descending=True, stable=True) if by_length else torch.arange(len(batch))
+        return list(order.split(rows))
     lengths = batch.lengths.tolist()
     order = sorted(range(len(batch)), key=lambda row: -lengths[row])
     if lengths and lengths[order[0]] > max_tokens:
@@ -89,13 +94,19 @@ def split(batch: RolloutBatch, rows: int, max_tokens: int | None = None, packing
 
 
 def micro_batches(
-    minibatch: RolloutBatch, rows: int, max_tokens: int | None = None, packing: bool = False, *, lockstep: bool = False
+    minibatch: RolloutBatch,
+    rows: int,
+    max_tokens: int | None = None,
+    packing: bool = False,
+    *,
+    lockstep: bool = False,
+    by_length: bool = False,
 ) -> Iterator[RolloutBatch]:
     """The parts of one optimizer step, each with the counts of the whole; see split().
 
     lockstep: as many on every rank, for a model whose passes are collective; a rank with fewer goes on with `idle()`.
     """
-    parts = split(minibatch, rows, max_tokens, packing)
+    parts = split(minibatch, rows, max_tokens, packing, by_length=by_length)
     idles = missing(len(parts)) if lockstep else 0  # asked before the first pass, which is a meeting of its own
     for part in parts:
         yield part_of(minibatch, part)
@@ -134,11 +145,21 @@ def score_parts(
     output, which is as large as all else together, does not travel: with several ranks training computes it again.
     lockstep: see micro_batches().
     """
+    return score_together(batch, parts, lambda mine: [score(part) for part in mine], lockstep=lockstep)
+
+
+def score_together(
+    batch: RolloutBatch,
+    parts: Sequence[Tensor],
+    score: Callable[[Iterable[RolloutBatch]], list[dict[str, Tensor]]],
+    *,
+    lockstep: bool = False,
+) -> dict[str, Tensor]:
+    """score_parts() where `score` takes all the parts of a rank at once, as a pipeline does."""
     mine = dist.rows(torch.tensor([int(batch.lengths[rows].sum()) for rows in parts], dtype=torch.int64))
-    idles = missing(len(mine)) if lockstep else 0
-    found = [(i, score(batch.select(parts[i]))) for i in mine]
-    for _ in range(idles):
-        score(idle(batch))
+    idles = missing(len(mine)) if lockstep else 0  # asked before the first pass, which may be a meeting of its own
+    passes = itertools.chain((batch.select(parts[i]) for i in mine), itertools.repeat(idle(batch), idles))
+    found = list(zip(mine, score(passes), strict=False))
     if dist.replicas() > 1:
         found = [(i, {name: x for name, x in each.items() if name != "trunk_hidden"}) for i, each in found]
     per = {field.name: field.metadata.get("per") for field in fields(RolloutBatch)}

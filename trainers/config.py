@@ -16,6 +16,7 @@ from trainers.config_algorithm import (
 )
 from trainers.config_env import EnvConfig
 from trainers.config_generation import GenerationConfig
+from trainers.config_megatron import MegatronConfig
 from trainers.config_remote import RemoteConfig
 from trainers.config_types import block, opt
 
@@ -69,6 +70,13 @@ class PeftConfig:
 @dataclass
 class PolicyConfig:
     model_name: str = opt("auto", "HF folder or hub id; auto: the environment's own model")
+    backend: str = opt(
+        "hf",
+        "what computes and trains the model; hf: transformers, any architecture; megatron: megatron-core, which "
+        "divides layers over ranks (Llama, Qwen2, Qwen3, Qwen3-MoE)",
+        choices=("hf", "megatron"),
+    )
+    megatron: MegatronConfig = block(MegatronConfig)
     dtype: str = opt(
         "auto",
         "compute dtype; auto: bfloat16 where this device multiplies it faster",
@@ -144,6 +152,12 @@ class ValueConfig:
         "(python -m trainers.serve_critic)",
         choices=("shared", "local", "remote"),
     )
+    backend: str = opt(
+        "hf",
+        "local, and on a server: as policy.backend, which a local critic's must equal",
+        choices=("hf", "megatron"),
+    )
+    megatron: MegatronConfig = block(MegatronConfig)
     url: str | None = opt(None, "remote: the server, such as http://127.0.0.1:8900", free=True)
     remote: RemoteConfig = block(RemoteConfig)
     model_name: str | None = opt(

@@ -9,6 +9,7 @@ update starts at ratio 1 and moves the weights, and that the engine then generat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from trainers.engines import Sampling
 from trainers.optim import StepMetrics
 from trainers.probe import disagreement
 from trainers.rollout import FINISH, RolloutBatch, pack
-from trainers.sharding import local
 from trainers.trainer import Trainer
 
 PROMPTS_AFTER_REFIT = 4
@@ -182,8 +182,8 @@ def moved(before: dict[str, Tensor], trainer: Trainer, steps: list[StepMetrics],
 @torch.no_grad()
 def engine_follows(batch: RolloutBatch, trainer: Trainer) -> Finding:
     """Refit after a change of every trained weight so large that no rounding hides an engine that did not get it."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in (local(p) for p in trainer.policy.model.parameters() if p.requires_grad):
+    for name, parameter in trainer.policy.parameters():
+        generator = torch.Generator().manual_seed(crc32(name.encode()))
         size = float(parameter.float().square().mean().sqrt())
         noise = torch.randn(parameter.shape, generator=generator) * max(0.5 * size, 0.01)
         parameter += noise.to(parameter.device, parameter.dtype)

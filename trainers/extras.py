@@ -17,7 +17,11 @@ def require(module: str, *, extra: str = "trainer") -> ModuleType:
 
 def require_installed(module: str, *, extra: str) -> None:
     """The same error for a module that is not there, without the seconds that importing it may take."""
-    if find_spec(module) is None:
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:  # the package that it is a part of
+        found = None
+    if found is None:
         raise missing(module, extra)
 
 

@@ -1,6 +1,7 @@
 """What makes a write durable."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -20,3 +21,22 @@ def replace_text(path: Path, text: str) -> None:
     fsync(temporary)
     os.replace(temporary, path)
     fsync(path.parent)
+
+
+class Writing:
+    """Files written while other ranks wait for what comes after them: `writing(write)` runs it unless an earlier one
+    failed, and `done()` raises that failure."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __call__(self, write: Callable[[], object]) -> None:
+        if self.error is None:
+            try:
+                write()
+            except Exception as error:
+                self.error = error
+
+    def done(self) -> None:
+        if self.error is not None:
+            raise self.error

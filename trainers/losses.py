@@ -6,7 +6,7 @@ divided by the optimizer step's counts, so the gradients of micro-batches are su
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,8 @@ def scored(
     temperature: float = 1.0,
     softcap: float | None = None,
     weight_grad_into: Tensor | None = None,
+    vocab: fastppo.VocabShard | None = None,
+    reduce_dhidden: Literal["all_reduce", "reduce_scatter", "none"] = "all_reduce",
 ) -> fastppo.LogprobOutput:
     """`fastppo.linear_logprob`, but the rows `early` [N] bool (on the CPU) are of the distribution without `stop_ids`.
 
@@ -83,11 +85,15 @@ def scored(
         "softcap": softcap,
         "weight_grad_into": weight_grad_into,
         "memory": "recompute",
+        "vocab": vocab,
+        "reduce_dhidden": reduce_dhidden,
     }
     if not stop_ids or not early.any():
         return fastppo.linear_logprob(hidden, weight, targets, bias=bias, **options)
     removed = weight.new_zeros(weight.shape[0]) if bias is None else bias
-    removed = removed.index_fill(0, torch.tensor(stop_ids, device=weight.device), -torch.inf)
+    start, end = (0, weight.shape[0]) if vocab is None else (vocab.start, vocab.end)
+    here = [i - start for i in stop_ids if start <= i < end]
+    removed = removed.index_fill(0, torch.tensor(here, dtype=torch.int64, device=weight.device), -torch.inf)
     order = torch.cat([early.nonzero(), (~early).nonzero()]).squeeze(-1)
     first, rest = order.to(weight.device).tensor_split([int(early.sum())])
     parts = (
@@ -103,6 +109,8 @@ class PolicyLoss:
 
     With `min_new_tokens` the log-probs come first, since those of a turn's first tokens are without `stop_ids`.
     Backward adds the weight's gradient to `weight_grad_into`, float32 [V, D], if that is given, and not to the weight.
+    `vocab`: the rows of the weight, where each rank has a part of them; what becomes of hidden's gradient then is
+    `reduce_dhidden`, see fastppo.linear_logprob.
     """
 
     def __init__(
@@ -139,6 +147,8 @@ class PolicyLoss:
         rows: SelectedRows,
         bias: Tensor | None = None,
         weight_grad_into: Tensor | None = None,
+        vocab: fastppo.VocabShard | None = None,
+        reduce_dhidden: Literal["all_reduce", "reduce_scatter", "none"] = "all_reduce",
     ) -> StepLoss:
         cfg, correction = self.loss_fn, self.loss_fn.importance_sampling
         kl_coef = 0.0 if cfg.use_kl_in_reward else self.kl.coef if self.kl else cfg.reference_policy_kl_penalty
@@ -150,6 +160,8 @@ class PolicyLoss:
             "temperature": self.temperature,
             "softcap": self.softcap,
             "weight_grad_into": weight_grad_into,
+            "vocab": vocab,
+            "reduce_dhidden": reduce_dhidden,
         }
         options = {
             "loss_type": cfg.type,

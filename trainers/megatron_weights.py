@@ -17,6 +17,7 @@ from trainers.engines import Manifest
 from trainers.megatron_layout import Entry, Rows, Sizes, layout
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+VALUE_HEAD = "value_head."  # a critic's, which no model of Hugging Face's has
 Chunks = Sequence[nn.Module]  # a rank's part of a model as build_model returns it, each wrapped by megatron-core or not
 
 
@@ -27,12 +28,17 @@ def manifest(chunks: Chunks) -> Manifest:
 
 
 @torch.no_grad()
-def load_hf(chunks: Chunks, state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+def load_hf(
+    chunks: Chunks,
+    state: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    into: Callable[[nn.Parameter], Tensor] = lambda parameter: parameter.data,
+) -> None:
     """Fill this rank's shards from full tensors under Hugging Face's names. No rank waits for another.
 
     Args:
         state: (name, tensor) in any order, in any dtype, on any device. Of a mapping, which may read a file as it is
             asked, only what this rank has a part of is read. The padding of the vocabulary becomes 0.
+        into: what to fill of each parameter, of its shape: itself, its master.
 
     Raises:
         ValueError: a tensor is missing, given twice, of another shape (only where it is read), or none of this model's.
@@ -43,7 +49,7 @@ def load_hf(chunks: Chunks, state: Mapping[str, Tensor] | Iterable[tuple[str, Te
     for entry in table.entries:
         if entry.padded:
             for parameter in table.holders(entry):
-                parameter.zero_()
+                into(parameter).zero_()
     missing = dict.fromkeys(expected)
     for name, read in _readers(state):
         if not table.knows(name, expected):
@@ -56,7 +62,7 @@ def load_hf(chunks: Chunks, state: Mapping[str, Tensor] | Iterable[tuple[str, Te
             if tuple(tensor.shape) != expected[name]:
                 raise ValueError(f"{name} must be {expected[name]}, got {tuple(tensor.shape)}")
             if name in here:
-                table.place(*here[name], tensor)
+                table.place(*here[name], tensor, into)
     if missing:
         some = ", ".join([*missing][:5]) + (", ..." if len(missing) > 5 else "")
         raise ValueError(f"{len(missing)} of the model's {len(expected)} tensors are missing: {some}")
@@ -98,7 +104,8 @@ class Table:
         from megatron.core import parallel_state as ranks
 
         models = [unwrap(chunk) for chunk in chunks]
-        self.parameters = {name: p for model in models for name, p in named_parameters(model)}
+        named = (pair for model in models for pair in named_parameters(model))
+        self.parameters = {name: p for name, p in named if not name.startswith(VALUE_HEAD)}
         self.tp, self.etp = ranks.get_tensor_model_parallel_group(), ranks.get_expert_tensor_parallel_group()
         self.pp, self.ep = ranks.get_pipeline_model_parallel_group(), ranks.get_expert_model_parallel_group()
         self.hf, config = models[0].hf_config, models[0].config
@@ -136,11 +143,11 @@ class Table:
         hint = f"; near it: {near[0]}" if near else ""
         raise ValueError(f"{name} is no tensor of this {self.hf.model_type} model{hint}")
 
-    def place(self, entry: Entry, rows: Rows, tensor: Tensor) -> None:
+    def place(self, entry: Entry, rows: Rows, tensor: Tensor, into: Callable[[nn.Parameter], Tensor]) -> None:
         """Copy this rank's part of a full tensor to where it belongs."""
         rank = (self.etp if entry.expert else self.tp).rank()
         for parameter in self.holders(entry):
-            data = parameter.data
+            data = into(parameter)
             if entry.dim == 1:
                 data.copy_(tensor.narrow(1, rank * data.shape[1], data.shape[1]))
             else:

@@ -6,6 +6,7 @@ from torch import Tensor
 from trainers.arithmetic import ConfigError
 from trainers.config import TrainerConfig
 from trainers.extras import require_installed
+from trainers.megatron_rules import check_device as check_megatron
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -21,6 +22,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def check_device(config: TrainerConfig, device: torch.device) -> None:
     """Raises ConfigError, by key, where something is to be moved off a device that is the CPU, or needs a GPU.
     ImportError where the engine's library is missing."""
+    check_megatron(config, device.type)
     backend = config.policy.generation.backend
     if device.type != "cpu":
         if backend == "trtllm":

@@ -17,15 +17,17 @@ if __name__ == "__main__":  # before torch is imported, so that --help and a mis
 from pathlib import Path
 from typing import Any
 
+from trainers import dist
 from trainers.advantages import estimate_advantages
 from trainers.config import PPOTrainerConfig
 from trainers.losses import JointLoss, PolicyLoss, ValueLoss
 from trainers.models import resolve_model
 from trainers.optim import StepMetrics
+from trainers.policy.build import stored_dtype
 from trainers.rollout import RolloutBatch
 from trainers.trainer import Trainer
 from trainers.value import NoValue, Value
-from trainers.value.hf import LocalValue
+from trainers.value.build import make_value
 from trainers.value.shared import SharedValue
 
 
@@ -113,18 +115,19 @@ class PPOTrainer(Trainer):
             tokenizer, resumed = self.policy.tokenizer, self.resumed
             return RemoteValue(cfg, run_dir=self.run.dir, resumed=resumed, tokenizer=tokenizer)
         own = path if cfg.model_name is None else resolve_model(cfg.model_name, key="value.model_name")
-        return LocalValue(
+        return make_value(
             own,
             cfg,
+            self.config.cluster,
             device=self.device,
             dtype=self.dtype,
-            param_dtype=self.param_dtype("value", "float32" if cfg.fully_shard else cfg.param_dtype),
+            param_dtype=self.param_dtype("value", stored_dtype(cfg, self.dtype)),
             score_batch=self.config.policy.logprob_batch_size,
         )
 
     def _write(self, folder: Path) -> None:
         super()._write(folder)
-        self.value.save(folder / "critic")
+        dist.together(lambda: self.value.save(folder / "critic"))
 
     def _read(self, folder: Path, state: dict[str, Any]) -> None:
         self.value.load(folder / "critic")

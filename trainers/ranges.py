@@ -64,6 +64,15 @@ RANGES: dict[str, Rule] = {
         for part in ("value", "env")
         for key in ("connect_timeout_s", "timeout_s", "retry_s")
     },
+    **{
+        f"{part}.megatron.{key}_parallel_size": AT_LEAST_1
+        for part in ("policy", "value")
+        for key in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    },
+    **{
+        f"{part}.megatron.virtual_pipeline_model_parallel_size": (">= 2", lambda x: x >= 2)
+        for part in ("policy", "value")
+    },
     "port": ("from 0 to 65535", lambda x: 0 <= x <= 65535),
     "limits.max_body_mb": POSITIVE,
     "limits.max_sequences": AT_LEAST_1,

@@ -32,7 +32,9 @@ from trainers import dist
 from trainers.backbone import name_of, pick_device, pick_dtype, pick_param_dtype
 from trainers.config_service import ServeConfig
 from trainers.environments import Environment, make_environment
+from trainers.megatron_rules import check_device_of
 from trainers.models import resolve_model
+from trainers.policy.build import stored_dtype
 from trainers.reward_model_rules import is_used
 from trainers.service.app import make_app
 from trainers.service.connections import connections
@@ -41,7 +43,7 @@ from trainers.service.scorer import Scorer
 from trainers.service.served import Served
 from trainers.service.worker import Worker
 from trainers.service_rules import served_settings, token_of
-from trainers.value.hf import LocalValue
+from trainers.value.build import OwnValue, make_value
 
 
 class Server:
@@ -55,6 +57,8 @@ class Server:
         if config.cluster.num_threads is not None:
             torch.set_num_threads(config.cluster.num_threads)
         self.device = pick_device(config.cluster.device)
+        if config.serve != "reward":
+            check_device_of("value", config.value, self.device.type)
         # What "auto" once measured or meant holds for as long as the critic is trained.
         known = dist.main_does(lambda: read_current(self.run_dir)) if config.serve != "reward" else None
         self.known = known["facts"] if known else {}
@@ -84,16 +88,16 @@ class Server:
             return None, None
         name = environment.default_model if cfg.model_name is None else cfg.model_name
         path = dist.together(lambda: resolve_model(name, key="value.model_name"))[dist.rank()]
-        wanted = self.known.get("param_dtype", "auto") if cfg.param_dtype == "auto" else cfg.param_dtype
-        wanted = "float32" if cfg.fully_shard else wanted
-        stored = pick_param_dtype(wanted, self.dtype, self.device, "value")
+        wanted = stored_dtype(cfg, self.dtype)
+        wanted = self.known.get("param_dtype", "auto") if wanted == "auto" else wanted
+        param_dtype = pick_param_dtype(wanted, self.dtype, self.device, "value")
 
-        def build() -> LocalValue:
-            how = {"device": self.device, "dtype": self.dtype, "param_dtype": stored}
-            return LocalValue(path, cfg, score_batch=self.config.infer_batch_size, **how)
+        def build() -> OwnValue:
+            how = {"device": self.device, "dtype": self.dtype, "param_dtype": param_dtype}
+            return make_value(path, cfg, self.config.cluster, score_batch=self.config.infer_batch_size, **how)
 
         facts = {f"value.{key}": setting for key, setting in served_settings(cfg, fixed=True).items()}
-        facts |= {"value.model_name": name, "dtype": name_of(self.dtype), "param_dtype": name_of(stored)}
+        facts |= {"value.model_name": name, "dtype": name_of(self.dtype), "param_dtype": name_of(param_dtype)}
         return Critic(build, self.run_dir, facts), path
 
     def _scorer(self, environment: Environment, tokenizer: Any) -> Scorer:

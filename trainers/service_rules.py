@@ -15,13 +15,14 @@ from trainers.config_checks import Rule, constant_schedule, sharding_needs
 from trainers.config_remote import TOKEN_VARIABLE, RemoteRewardConfig
 from trainers.config_service import ServeConfig, TLSConfig
 from trainers.config_types import shown
+from trainers.megatron_rules import needs_of, unused_of
 
 REMOTE = "remote"  # as a value of env.name and env.rewards
 UNFIT = "travels in a header: expected printable ASCII characters, and no space at either end"
 # Beside its optimizer and scheduler what a critic's server decides; a trainer that sets one must set it alike.
 SERVED = (
     *("model_name", "param_dtype", "num_layers_unfrozen", "train_micro_batch_size", "fused_layers"),
-    *("fully_shard", "gradient_checkpointing", "max_tokens_per_micro_batch", "packing"),
+    *("fully_shard", "gradient_checkpointing", "max_tokens_per_micro_batch", "packing", "backend"),
 )
 
 
@@ -46,10 +47,11 @@ def unused_rules(config: TrainerConfig) -> list[Rule]:
 def served_settings(value: ValueConfig, *, fixed: bool = False) -> dict[str, Any]:
     """What of a critic's settings is its server's, as dotted keys below `value`; with `fixed` what may not change while
     it is trained."""
+    blocks = ("optimizer.", "scheduler.", "megatron.")
     return {
         key: setting
         for key, field, setting in walk(value)
-        if (key in SERVED or key.startswith(("optimizer.", "scheduler."))) and not (fixed and field.metadata["free"])
+        if (key in SERVED or key.startswith(blocks)) and not (fixed and field.metadata["free"])
     }
 
 
@@ -161,6 +163,7 @@ def served_unused(config: ServeConfig) -> list[Rule]:
         (True, "env.remote: *", asked),
         (True, "value: offload", "python -m trainers.serve_critic: it generates nothing"),
         (by_tokens, "value: train_micro_batch_size", "value.max_tokens_per_micro_batch"),
+        *unused_of("value", config.value),
         constant_schedule("value", config.value),
         (True, "cluster: device_memory_gb", "python -m trainers.serve_critic"),
     ]
@@ -169,6 +172,8 @@ def served_unused(config: ServeConfig) -> list[Rule]:
 def served_needed(config: ServeConfig) -> Iterator[str]:
     tls = config.tls
     yield from sharding_needs("value", config.value)
+    if config.serve != "reward" and config.value.backend == "megatron":
+        yield from needs_of("value", config.value)
     if not is_own_address(config.host) and token_of(config.token) is None:
         yield (
             f"host={config.host} can be reached from other machines: that needs token, or the environment variable "

@@ -24,7 +24,8 @@ from trainers.metrics import memory_metrics, rollout_metrics, token_table, updat
 from trainers.models import resolve_model
 from trainers.offload import check_device
 from trainers.optim import StepMetrics
-from trainers.policy.hf import HFPolicy
+from trainers.policy import Policy
+from trainers.policy.build import make_policy, stored_dtype
 from trainers.probe import Probe
 from trainers.prompts import PromptLoader, TokenizedPrompt, load_prompts, load_val_prompts, tokenize_prompts
 from trainers.refit import Refit
@@ -94,9 +95,9 @@ class Trainer:
         self.dtype = dist.main_does(lambda: pick_dtype(wanted, self.device))
         reference = not self.cfg.skip_reference_policy_logprobs_calculation
         self.logprobs = {"old_logprobs", "ref_logprobs"} if reference else {"old_logprobs"}
-        param_dtype = self.param_dtype("policy", "float32" if cfg.fully_shard else cfg.param_dtype)
-        self.policy = HFPolicy(
-            path, cfg, device=self.device, dtype=self.dtype, param_dtype=param_dtype, reference=reference
+        param_dtype = self.param_dtype("policy", stored_dtype(cfg, self.dtype))
+        self.policy: Policy = make_policy(
+            path, self.config, device=self.device, dtype=self.dtype, param_dtype=param_dtype, reference=reference
         )
         return path
 
@@ -324,19 +325,24 @@ class Trainer:
                 dist.main_does(lambda: checkpoint.rank(folder, step, record, self.config.checkpointing))
 
     def _write(self, folder: Path) -> None:
-        self.policy.save(folder / "policy")
-        if dist.is_main():
-            save_config(self.config, folder / "config.yaml")
+        """What fails on one rank fails on all before the next part, in which others would wait for it."""
+        dist.together(lambda: self.policy.save(folder / "policy"))
         training = training_record(
             self.progress,
             loader=self.loader.state_dict(),
             compute_dtype=name_of(self.dtype),
             param_dtypes=self.param_dtypes,
         )
-        checkpoint.write_state(folder, training, {name: part.state_dict() for name, part in self.stateful.items()})
+        state = {name: part.state_dict() for name, part in self.stateful.items()}  # of shards it takes all ranks
+
+        def write_state() -> None:
+            save_config(self.config, folder / "config.yaml")
+            checkpoint.write_state(folder, training, state)
+
+        dist.main_does(write_state)
         for name in ("policy", "value"):
             if name in self.stateful:
-                self.stateful[name].save_shards(folder / "shards" / name)
+                dist.together(lambda name=name: self.stateful[name].save_shards(folder / "shards" / name))
 
     def _resume(self, folder: Path) -> None:
         before = load_config(folder / "config.yaml", config_class=type(self.config))

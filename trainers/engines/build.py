@@ -6,10 +6,10 @@ from trainers.arithmetic import longest_request
 from trainers.config import TrainerConfig
 from trainers.engines import Engine
 from trainers.engines.native import NativeEngine
-from trainers.policy.hf import HFPolicy
+from trainers.policy import Policy
 
 
-def make_engine(policy: HFPolicy, config: TrainerConfig, compute_dtype: torch.dtype) -> Engine:
+def make_engine(policy: Policy, config: TrainerConfig, compute_dtype: torch.dtype) -> Engine:
     """One engine for this rank, with the policy's tokenizer; the first refit brings its weights."""
     cfg = config.policy.generation
     dtype = compute_dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
@@ -43,4 +43,5 @@ def make_engine(policy: HFPolicy, config: TrainerConfig, compute_dtype: torch.dt
         max_batch_size=cfg.max_batch_size,
         kv_cache_gb=cfg.kv_cache_gb,
         timeout_s=cfg.timeout_s,
+        own_weights=config.policy.backend == "megatron" or config.policy.fully_shard,
     )

@@ -28,7 +28,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class NativeEngine(GuardedEngine):
-    """Args: model: a causal LM, used as it is (see `share_parameters`); tokenizer: its end token and stop strings."""
+    """Args:
+    model: a causal LM, used as it is (see `share_parameters`).
+    tokenizer: its end token and stop strings.
+    own_weights: the model shares no storage with the policy, and gives its own up in sleep().
+    """
 
     def __init__(
         self,
@@ -39,12 +43,14 @@ class NativeEngine(GuardedEngine):
         kv_cache_gb: float | None = None,
         continuous: bool | None = None,
         timeout_s: float | None = None,
+        own_weights: bool = False,
     ):
         super().__init__(timeout_s=timeout_s)
         self.model = model.eval()
-        self.tokenizer = tokenizer
+        self.tokenizer, self.own_weights = tokenizer, own_weights
         self.max_batch_size = max_batch_size
         self.parameters = dict(model.named_parameters())
+        self.sizes: dict[str, int] = {}  # bytes of those that were given up
         # transformers renamed the argument; both names are in use among the supported versions.
         arguments = inspect.signature(type(model.base_model).forward).parameters
         self.cache_argument = "cache" if "cache" in arguments else "past_key_values"
@@ -58,9 +64,8 @@ class NativeEngine(GuardedEngine):
                 print(f"generation: batch by batch, without CUDA graphs: {reason}", flush=True)
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            "native", transformers.__version__, transport="inproc", can_sleep=self.continuous is not None
-        )
+        can_sleep = self.own_weights or self.continuous is not None
+        return Capabilities("native", transformers.__version__, transport="inproc", can_sleep=can_sleep)
 
     @torch.inference_mode()
     def _generate(self, prompts: list[list[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Completion]:
@@ -160,13 +165,24 @@ class NativeEngine(GuardedEngine):
         return moved
 
     def _sleep(self, parts: set[str], *, keep_weights: bool) -> bool:
-        """The cache alone: weights are the policy's own, or copies that the next refit would have to make again."""
+        """The cache; weights only where all are this engine's: others are the policy's, or few."""
         if self.continuous is not None:
             self.continuous.release()
-        return False
+        if not self.own_weights or keep_weights or "weights" not in parts:
+            return False
+        self.sizes = {name: parameter.untyped_storage().nbytes() for name, parameter in self.parameters.items()}
+        for parameter in self.parameters.values():
+            parameter.untyped_storage().resize_(0)
+        return True
+
+    def _wake(self, part: str) -> None:
+        if part == "weights":
+            for name, size in self.sizes.items():
+                self.parameters[name].untyped_storage().resize_(size)
+            self.sizes = {}
 
     def _close(self) -> None:
-        self._sleep(set(), keep_weights=False)
+        self._sleep(set(), keep_weights=True)
         self.parameters = {}
 
     def _seen(self, prompts: list[list[int]]) -> Tensor:
@@ -184,8 +200,11 @@ class NativeEngine(GuardedEngine):
 
 
 def own_copy(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """`model`, which nobody else uses, as an engine wants it."""
-    return model.requires_grad_(False).to(device, dtype)
+    """`model`, which nobody else uses, as an engine wants it. Its buffers keep their dtype, as in transformers: rotary
+    frequencies are float32."""
+    for parameter in model.requires_grad_(False).parameters():
+        parameter.data = parameter.data.to(device, dtype, copy=True)  # a file's storage cannot be given up
+    return model.to(device)
 
 
 def share_parameters(model: Model, dtype: torch.dtype, copied: Iterable[Tensor] = ()) -> Model:

@@ -36,6 +36,12 @@ class Policy(Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name; tied ones once."""
 
+    def trained(self) -> dict[str, Tensor]:
+        """The float32 values that the optimizer steps; of a model on several ranks those of this one."""
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """What is trained, as passes read it, of this rank; what several ranks have alike under one name."""
+
     def offload(self) -> None:
         """Make room for generation: what is not needed for it leaves the device until it is. Never the parameters,
         which an engine may share."""

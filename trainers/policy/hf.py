@@ -218,7 +218,7 @@ class HFPolicy:
         """The model for an engine in this process, in `dtype`: it shares what is stored so, and copies the rest. Beside
         a sharded model it is whole, read from `path` again."""
         if self.backbone.lockstep:
-            return own_copy(load_model(self.path), self.device, dtype)
+            return own_copy(load_model(self.path, dtype), self.device, dtype)
         return share_parameters(self.model, dtype) if self.adapters is None else self.adapters.engine_model(dtype)
 
     def offload(self) -> None:
@@ -266,6 +266,9 @@ class HFPolicy:
         """The float32 values that the optimizer steps; of a sharded model those of this rank."""
         return {name: self.masters.of(p).detach() for name, p in self._trained()}
 
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, sharding.local(p)) for name, p in self._trained())
+
     @functools.cached_property
     def frozen_sha256(self) -> str:
         """Of every parameter that never changes: another trunk under trained layers is another model."""
@@ -287,6 +290,11 @@ class HFPolicy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("backend", "hf") != "hf":
+            raise ValueError(
+                f"the checkpoint was trained with policy.backend={state['backend']}: set that, or start from its "
+                "policy/"
+            )
         if state["dtype"] != str(self.dtype):
             name = state["dtype"].removeprefix("torch.")
             raise ValueError(

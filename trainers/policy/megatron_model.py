@@ -1,12 +1,16 @@
 """A transformers configuration as a megatron-core GPTModel: Llama, Qwen2, Qwen3 and Qwen3-MoE.
 
-The layers are megatron-core's own, which need neither Transformer Engine nor Apex. Weights are left unset:
-trainers/megatron_weights.py loads them, under Hugging Face names. Hidden states are [S, B, D] in megatron-core, S
-divided by the tensor-parallel size between layers under sequence parallelism; positions count from 0 in each row.
+The layers are megatron-core's own, which need neither Transformer Engine nor Apex, or Transformer Engine's. Weights are
+left unset: trainers/megatron_weights.py loads them, under Hugging Face names. Hidden states are [S, B, D] in
+megatron-core, S divided by the tensor-parallel size between layers under sequence parallelism; positions count from 0
+in each row.
 """
 
+import copy
+import functools
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,12 +35,23 @@ class RMSNorm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def build_model(hf: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device, **options: Any) -> list[nn.Module]:
+def build_model(
+    hf: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    output: str = "logits",
+    transformer_engine: bool = False,
+    **options: Any,
+) -> list[nn.Module]:
     """This rank's part of the model, after `parallel_state.initialize_model_parallel`: one GPTModel for each virtual
     pipeline stage, hence one unless `virtual_pipeline_model_parallel_size` is given. Parameters are not initialised.
     Collective over the first and the last stage where embeddings are tied.
 
     Args:
+        output: what the last stage returns: "logits"; "hidden", the final hidden states; "no_head", these of a model
+            without output layer.
+        transformer_engine: its layers in place of megatron-core's own.
         options: of megatron-core's TransformerConfig: tensor_model_parallel_size, pipeline_model_parallel_size,
             sequence_parallel, recompute_granularity, ...
 
@@ -45,6 +60,10 @@ def build_model(hf: PreTrainedConfig, *, dtype: torch.dtype, device: torch.devic
         ImportError: megatron-core is not installed.
     """
     check(hf)
+    tied = hf.tie_word_embeddings
+    if output == "no_head":  # then there is no output layer of its own to load or export
+        hf, tied = copy.deepcopy(hf), False
+        hf.tie_word_embeddings = True
     if options.get("pipeline_model_parallel_layout") is not None:
         raise ValueError("pipeline_model_parallel_layout is not supported: use num_layers_in_first_pipeline_stage")
     import_megatron()
@@ -60,20 +79,48 @@ def build_model(hf: PreTrainedConfig, *, dtype: torch.dtype, device: torch.devic
     for stage in stages:
         model = GPTModel(
             config,
-            layer_specs(config, stage),
+            layer_specs(config, stage, transformer_engine=transformer_engine),
             vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=first and stage == stages[0],
             post_process=last and stage == stages[-1],
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            share_embeddings_and_output_weights=tied,
             position_embedding_type="rope",
             vp_stage=stage,
         )
         model.rotary_pos_emb.inv_freq = rope_frequencies(hf).to(device)
         model.hf_config = hf
+        if output != "logits":
+            model._postprocess = _hidden_states
+        if output == "no_head" and model.post_process:
+            model.output_layer = None
+        if model.pre_process and hf.pad_token_id is not None:
+            model.embedding.register_forward_hook(functools.partial(_leave_out_padding, hf), with_kwargs=True)
         mark_sharded(model)
         chunks.append(model.to(device))  # megatron-core makes norms and routers on the CPU
     return chunks
+
+
+def _leave_out_padding(hf: Any, module: nn.Module, _: Any, given: dict[str, Tensor], out: Tensor) -> Tensor:
+    """A forward hook of the embedding. transformers never trains the padding token's, wherever the token stands; a
+    response may have it, and where it ends sequences too, most have."""
+    ids = given["input_ids"].t().contiguous()  # [S, B]
+    if len(out) < len(ids):  # sequence parallelism
+        ids = ids.chunk(len(ids) // len(out))[module.tp_group.rank()]
+    padding = ids == hf.pad_token_id % hf.vocab_size  # a negative one counts from the end
+    return torch.where(padding.unsqueeze(-1), out.detach(), out)
+
+
+def _hidden_states(hidden_states: Tensor, **_: Any) -> Tensor:
+    """In place of a GPTModel's step from hidden states to logits."""
+    return hidden_states
+
+
+def head_weight(model: nn.Module) -> Tensor:
+    """Of a last stage: [V / tensor-parallel size, D], this rank's rows of the output layer, padding included."""
+    tied = model.share_embeddings_and_output_weights
+    weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    return weight
 
 
 def transformer_config(hf: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
@@ -115,10 +162,12 @@ def transformer_config(hf: PreTrainedConfig, *, dtype: torch.dtype, device: torc
     return TransformerConfig(**settings | options)
 
 
-def layer_specs(config: Any, vp_stage: int | None) -> Any:
-    """megatron-core's local layers of this stage, with the norm above."""
+def layer_specs(config: Any, vp_stage: int | None, *, transformer_engine: bool = False) -> Any:
+    """The layers of this stage: Transformer Engine's, or megatron-core's own with the norm above."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    if transformer_engine:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -146,12 +195,13 @@ def mark_sharded(model: nn.Module) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, dims[type(module)], 1)
 
 
-def check(hf: PreTrainedConfig) -> None:
-    """Raises ValueError, naming the setting of config.json, for a model that is not computed here as it should be."""
+def check(hf: PreTrainedConfig, key: str = "policy") -> None:
+    """Raises ValueError, naming the setting of config.json, for a model that is not computed here as it should be;
+    `key`: the block whose model it is."""
     if hf.model_type not in FAMILIES:
         raise ValueError(
-            f"policy.backend=megatron takes models of type {', '.join(FAMILIES)}, got {hf.model_type}: use "
-            "policy.backend=hf"
+            f"{key}.backend=megatron takes models of type {', '.join(FAMILIES)}, got {hf.model_type}: use "
+            f"{key}.backend=hf"
         )
     rope = hf.rope_parameters
     kinds = getattr(hf, "layer_types", None) or ()
@@ -165,7 +215,7 @@ def check(hf: PreTrainedConfig) -> None:
     ):
         if got not in expected:
             raise ValueError(
-                f"policy.backend=megatron: the model's {key} must be {' or '.join(map(str, expected))}, got {got}"
+                f"{key}.backend=megatron: the model's {key} must be {' or '.join(map(str, expected))}, got {got}"
             )
 
 
@@ -197,6 +247,21 @@ def padded_vocab(vocab_size: int, tensor_parallel_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def takes_transformer_engine(wanted: bool | None, device: torch.device) -> bool:
+    """`policy.megatron.transformer_engine`; None: where it is installed and there is a GPU.
+
+    Raises:
+        ValueError: wanted, and missing.
+    """
+    there = find_spec("transformer_engine") is not None and device.type == "cuda"
+    if wanted and not there:
+        raise ValueError(
+            "policy.megatron.transformer_engine=true needs a GPU and the package transformer_engine: install it, or "
+            "set it to false"
+        )
+    return there if wanted is None else wanted
+
+
 def import_megatron() -> None:
     """Import megatron-core without its six warnings that Transformer Engine and Apex are missing.
 
@@ -207,3 +272,6 @@ def import_megatron() -> None:
         warnings.simplefilter("ignore")
         require("megatron.core", extra="megatron")
         require("megatron.core.models.gpt", extra="megatron")
+        router = require("megatron.core.transformer.moe.moe_utils", extra="megatron")
+    if not hasattr(router, "te_general_gemm"):  # 0.16 asks whether it is None, but imports it with Transformer Engine
+        router.te_general_gemm = None

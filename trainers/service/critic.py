@@ -9,6 +9,7 @@ client keeps what it has sent since the last checkpoint, so a server that starts
     <run_dir>/<run>/step_<N>/                 critic.safetensors, state.pt, training.json
 """
 
+import gc
 import json
 import time
 from collections import OrderedDict
@@ -29,7 +30,7 @@ from trainers.losses import ValueLoss
 from trainers.rollout import RolloutBatch
 from trainers.service.messages import LoadRequest, SaveRequest, TrainHeader
 from trainers.service.wire import Refused
-from trainers.value.hf import LocalValue
+from trainers.value.build import OwnValue
 
 KEPT_ANSWERS = 4096
 NOTHING = {"grad_norm": 0.0, "skipped": 0.0}
@@ -49,7 +50,7 @@ class Critic:
     facts: what the course of training depends on, by name; a checkpoint made with others is refused.
     """
 
-    def __init__(self, build: Callable[[], LocalValue], folder: Path, facts: dict[str, Any]):
+    def __init__(self, build: Callable[[], OwnValue], folder: Path, facts: dict[str, Any]):
         self.build, self.folder, self.facts = build, folder, facts
         self.run: str | None = None
         self._fresh()
@@ -60,6 +61,7 @@ class Critic:
 
     def _fresh(self) -> None:
         self.value: Any = None  # the one before goes first: two may not fit
+        gc.collect()  # megatron-core's parameters and their hooks hold each other
         self.value = self.build()
         self.step = 0
         self.saved = {0}  # steps whose checkpoints are of this very course of training; step 0 needs none
@@ -97,7 +99,7 @@ class Critic:
             return self._again(header.id, digest)
         self.check_at(None, header.id - 1)
         sums: dict[str, Tensor] = {}
-        optimizer = NOTHING | {"lr": self.value.optimizer.schedule.get_last_lr()[0]}
+        optimizer = NOTHING | {"lr": self.value.lr}
         if bool(batch.mask.any()):
             sums, optimizer = self._step(count(batch), ValueLossConfig(scale=header.scale, cliprange=header.cliprange))
         answer = Answer(digest, {name: vector.cpu().double() for name, vector in sums.items()}, optimizer)
@@ -115,7 +117,7 @@ class Critic:
         try:
             metrics = self.value.train_step(batch, ValueLoss(loss))
         except BaseException:  # such as out of memory: no weight has moved yet, but gradients may be half summed
-            self.value.optimizer.zero_grad()
+            self.value.zero_grad()
             raise
         return metrics.sums, metrics.optimizers["critic"]
 
@@ -151,12 +153,14 @@ class Critic:
         dist.main_does(lambda: checkpoint.keep_only(folder, keep | {self.step}))
 
     def _write(self, folder: Path) -> None:
-        self.value.save(folder / "critic")
+        """What fails on one rank fails on all before the next part, in which others would wait for it."""
+        dist.together(lambda: self.value.save(folder / "critic"))
         answers = {
             str(n): {"digest": a.digest, "sums": a.sums, "optimizer": a.optimizer} for n, a in self.answers.items()
         }
         record = {"step": self.step, "run": self.run, "time": time.time(), "facts": self.facts}
-        checkpoint.write_state(folder, record, {"value": self.value.state_dict(), "answers": answers})
+        state = {"value": self.value.state_dict(), "answers": answers}
+        dist.main_does(lambda: checkpoint.write_state(folder, record, state))
         self.value.save_shards(folder / "shards")
 
     def load(self, request: LoadRequest) -> None:

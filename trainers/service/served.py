@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from trainers.backbone import limits_of
 from trainers.config_service import LimitsConfig
 from trainers.service.critic import Critic
 from trainers.service.scorer import Scorer
@@ -33,7 +34,7 @@ class Served:
         self.settings: dict[str, Any] = {}
         self.models: dict[str, tuple[int, list[int | None]]] = {}  # rows of the embedding, limits of a sequence
         if critic is not None:
-            cfg, (rows, positions) = critic.value.cfg, limits_of(critic.value.model)
+            cfg, (rows, positions) = critic.value.cfg, critic.value.limits()
             self.settings = served_settings(cfg)
             self.models["values"] = (rows, [positions, cfg.max_tokens_per_micro_batch])
         if scorer is not None and scorer.model is not None:
@@ -74,12 +75,6 @@ class Served:
     @functools.lru_cache(maxsize=4)  # noqa: B019 (one object, as long-lived as the process)
     def _digest(self, vocab: int) -> str:
         return vocab_digest(self.tokenizer, vocab)
-
-
-def limits_of(model: Any) -> tuple[int, int | None]:
-    """Rows of the embedding, and positions if they are limited."""
-    config = model.config.get_text_config()
-    return model.get_input_embeddings().num_embeddings, getattr(config, "max_position_embeddings", None)
 
 
 def vocab_digest(tokenizer: Any, vocab: int) -> str:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainers import dist, offload, sharding
-from trainers.backbone import SplitTransformer, View, checkpoint_layers, pick_param_dtype
+from trainers.backbone import SplitTransformer, View, checkpoint_layers, limits_of, pick_param_dtype
 from trainers.batching import micro_batches, minibatches, score_parts, split
 from trainers.classifiers import load_backbone
 from trainers.config import ValueConfig
@@ -70,6 +70,18 @@ class LocalValue(BaseValue):
     def _trained(self) -> list[tuple[str, torch.nn.Parameter]]:
         backbone = [(f"model.{name}", p) for name, p in self.model.named_parameters() if p.requires_grad]
         return backbone + [(f"head.{name}", p) for name, p in self.head.named_parameters()]
+
+    @property
+    def lr(self) -> float:
+        """Of the next optimizer step."""
+        return self.optimizer.schedule.get_last_lr()[0]
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def limits(self) -> tuple[int, int | None]:
+        """Rows of the embedding, and positions if they are limited."""
+        return limits_of(self.model)
 
     def offload(self) -> None:
         if self.cfg.offload and not self.offloaded:
