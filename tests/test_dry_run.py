@@ -196,3 +196,30 @@ def test_the_engines_memory_on_a_gpu(monkeypatch):
     )
     assert "a KV cache of less than 780,655 tokens" in vllm[0] and vllm[4].startswith("          in all 0.404 GB, ")
     assert all("sampling" not in line for line in lines_of("policy.generation.backend=vllm") if "weights" in line[:20])
+
+
+def test_a_rank_of_two_has_half_of_a_sharded_model(monkeypatch, capsys):
+    models.resolve_model("tiny-llama")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    settings = ["cluster.device=cpu", "policy.dtype=bfloat16", "policy.fully_shard=true"]
+    settings += ["value.mode=local", "value.fully_shard=true"]
+    arguments = parse(["--dry-run", "config=ppo_copy", *settings], prog="ppo", description="")
+    monkeypatch.setenv("RANK", "1")
+    assert answer(arguments, prog="ppo") and capsys.readouterr().out == ""  # the other ranks say nothing
+    monkeypatch.setenv("RANK", "0")
+    assert answer(arguments, prog="ppo")
+    told = capsys.readouterr().out.splitlines()
+    # And the whole engine, 76,096 x 2; the critic's head, 65 x 16 bytes, is whole on each rank, and half of its
+    # vocabulary's, 16 x 64 x 2 bytes, frozen.
+    held_by_policy = "weights 0.152 MB, gradients 0.152 MB, Adam 0.304 MB, reference 0.0761 MB, sampling 0.152 MB"
+    assert told[7] == f"          {held_by_policy}: 0.837 MB, cut over 2 ranks"
+    critic = 76_096 - 1_024
+    weights, head = (2 * critic + 65 * 4 + 1_024) / 1e6, 65 / 1e6
+    assert told[9].startswith(
+        f"          weights {weights:.3g} MB, gradients {2 * critic / 1e6 + 4 * head:.3g} MB, "
+        f"Adam {4 * critic / 1e6 + 8 * head:.3g} MB: "
+    )
+    # Whole at a time, in bfloat16: the head, a layer of 36,992 and the next; in backward the head's gradient, and the
+    # layer's, in float32 too.
+    gathered = 2 * (1_024 + 2 * 36_992) + 6 * 36_992 + 2 * 1_024
+    assert f"{gathered / 1e6:.3g} MB of it gathered weights and gradients" in told[12]

@@ -29,9 +29,12 @@ from tests.test_loss_invariance import (
 from trainers import dist, sharding
 from trainers.arithmetic import ConfigError, check
 from trainers.batching import count, part_of
+from trainers.cluster_layout import Layout
+from trainers.cluster_memory import Part, reference_bytes, state_bytes
 from trainers.config import TrainerConfig
 from trainers.engines import Sampling
 from trainers.engines.native import NativeEngine
+from trainers.model_shapes import shape_of
 from trainers.optim import Optimizer
 from trainers.policy.hf import HFPolicy
 from trainers.refit import refit
@@ -196,6 +199,26 @@ def in_half(folder: Path, right: Outcome, batch: RolloutBatch) -> None:
         assert got.gradients[name].dtype == torch.float32
         scale = gradient.abs().max().item()
         close(got.gradients[name], gradient, rtol=0.01, atol=0.005 * scale, msg=f"{name}: ".__add__)
+    holds_what_is_planned(made, batch)
+
+
+def holds_what_is_planned(made: HFPolicy, batch: RolloutBatch) -> None:
+    """--dry-run's bytes of a rank of two, from the model's sizes alone; of 37 rows of a vocabulary one has 19."""
+    part = Part(shape_of(made.model.config, "tied"), Layout(dp=2, fully_shard=True), 8, 8)
+    planned = state_bytes(part, 0) | {"reference": reference_bytes(part, 0)}
+    made.gradients(mine(count(batch.select(range(8)))), loss_of(Setting(), made))
+    held = {"gradients": sum(sharding.local(p.grad).nbytes for p in made.model.parameters())}
+    steps(made, batch, 1)
+    moments = made.optimizers["actor"].adamw.state.values()
+    held |= {
+        "weights": sum(sharding.local(p).nbytes for p in made.model.parameters()),
+        "optimizer": sum(state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes for state in moments),
+        "reference": sum(p.nbytes for p in made.reference.initial),
+    }
+    bytes_ = {"weights": 4, "gradients": 4, "optimizer": 8, "reference": 2}
+    for name, both in {name: sum(dist.gather(held[name])) for name in bytes_}.items():
+        assert both == 2 * planned[name] == bytes_[name] * part.shape.parameters, name
+        assert abs(held[name] - planned[name]) == bytes_[name] * 64 / 2, name
 
 
 # Optimizer steps after which a checkpoint is written, by number of ranks and kind.

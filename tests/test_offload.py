@@ -23,6 +23,7 @@ from trainers.engines import Sampling
 from trainers.engines.native import NativeEngine
 from trainers.losses import ValueLoss
 from trainers.ppo import PPOTrainer
+from trainers.refit import Refit
 from trainers.value.hf import LocalValue
 
 MOVED = "policy.reference=cpu_offload", "policy.offload_optimizer=true", "value.offload=true"
@@ -142,6 +143,22 @@ def test_a_run_with_everything_outside_is_the_same_run(tmp_path, other_sign, mon
     moved = {"policy__offload_optimizer": True, "value__offload": True, "policy__reference": "cpu_offload"}
     PPOTrainer(small(tmp_path / "leave", **options, **moved)).fit()
     assert len(other_sign) > 100 and lines(tmp_path / "leave") == lines(tmp_path / "stay")
+
+
+def test_they_have_left_before_the_engine_takes_its_memory(tmp_path, monkeypatch):
+    options = {"value__mode": "local", "ppo__max_num_steps": 1, "checkpointing__enabled": False, **LOCAL}
+    moved = {"policy__offload_optimizer": True, "value__offload": True}
+    monkeypatch.setattr(trainer_module, "check_device", lambda config, device: None)
+    trainer, left = PPOTrainer(small(tmp_path, **options, **moved)), []
+    sent = Refit._send
+
+    def send(self, version):
+        left.append((trainer.policy.optimizers["actor"].offloaded, trainer.value.offloaded))
+        return sent(self, version)
+
+    monkeypatch.setattr(Refit, "_send", send)
+    trainer.fit()
+    assert left == [(True, True)] * 2
 
 
 def test_on_a_cpu_there_is_nothing_to_relieve():

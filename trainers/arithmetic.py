@@ -12,7 +12,7 @@ from typing import Any
 
 from trainers import checkpointing_rules, megatron_rules, reward_model_rules, service_rules
 from trainers.algorithm_rules import needed_rules, unused_rules
-from trainers.batch_plan import BatchPlan, counted, launched_ranks
+from trainers.batch_plan import BatchPlan, counted, launched_ranks, ranks_of
 from trainers.config import TrainerConfig
 from trainers.config_checks import (
     ConfigError,
@@ -69,6 +69,20 @@ def check(config: TrainerConfig) -> BatchPlan:
         value_micro_tokens=local.max_tokens_per_micro_batch if local else None,
         value_url=remote.url if remote else None,
     )
+
+
+def check_launched(config: TrainerConfig) -> None:
+    """Before a run: cluster.gpus is what a plan was made for, and is what torchrun has started.
+
+    Raises:
+        ConfigError: it is another number.
+    """
+    gpus, ranks = config.cluster.gpus, launched_ranks()
+    if gpus not in (None, ranks):
+        raise ConfigError(
+            f"cluster.gpus={gpus}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} started: torchrun with "
+            f"--nnodes and --nproc-per-node starts {gpus}; --dry-run plans for them from one process"
+        )
 
 
 def check_model(config: Any, model: Any, longest_prompt: int, longest_val_prompt: int) -> None:
@@ -155,8 +169,8 @@ def uneven_batches(config: TrainerConfig) -> Iterator[str]:
         if budget is not None and budget < longest:
             yield f"{key}.max_tokens_per_micro_batch={budget} is less than the longest sequence: {why} tokens"
         if (copies := megatron_rules.replicas(config)) > part.train_global_batch_size:
-            ranks = f"{launched_ranks()} ranks that torchrun started"
-            if copies < launched_ranks():
+            ranks = f"{ranks_of(config)} ranks that torchrun started"
+            if copies < ranks_of(config):
                 ranks = f"{counted(copies, 'copy', 'copies')} of the model on the {ranks}"
             yield (
                 f"{key}.train_global_batch_size={part.train_global_batch_size} sequences an optimizer step are fewer "
@@ -259,6 +273,8 @@ def unused(config: TrainerConfig) -> Iterator[str]:
         ),
         (generated_tasks(config), "data: prompts val_prompts", f"env.name={env}, which scores only its own tasks"),
         (env in ("copy", "lookup"), "data: chat_template", f"env.name={env}, whose prompts are token ids"),
+        (config.cluster.gpus is None, "cluster: gpus_per_node", "cluster.gpus=null"),
+        (config.cluster.gpus is None, "cluster.plan: *", "cluster.gpus=null"),
         (not config.checkpointing.keep_top_k, "checkpointing: higher_is_better", "checkpointing.keep_top_k off"),
         (
             not config.checkpointing.keep_last_k,
@@ -300,9 +316,11 @@ def needed(config: TrainerConfig) -> Iterator[str]:
 def engine_needs(config: TrainerConfig) -> Iterator[str]:
     """What an engine beside the trainer needs of the run."""
     generation = config.policy.generation
+    if config.cluster.gpus is not None and config.cluster.device == "cpu":
+        yield f"cluster.gpus={config.cluster.gpus} are GPUs, got cluster.device=cpu"
     if generation.backend == "native":
         return
-    key, ranks = f"policy.generation.{generation.backend}", launched_ranks()
+    key, ranks = f"policy.generation.{generation.backend}", ranks_of(config)
     if config.cluster.device == "cpu":
         yield f"policy.generation.backend={generation.backend} needs a GPU, got cluster.device=cpu"
     trtllm, vllm = generation.trtllm_cfg, generation.vllm_cfg

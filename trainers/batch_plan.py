@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ class BatchPlan:
 def launched_ranks() -> int:
     """The ranks that torchrun started, known before they have joined."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_of(config: Any) -> int:
+    """The ranks that settings are for: those that cluster.gpus plans for, or those that torchrun started."""
+    return config.cluster.gpus or launched_ranks()
 
 
 def counted(n: int, noun: str, plural: str | None = None) -> str:

@@ -72,7 +72,9 @@ def answer(arguments: Arguments, *, prog: str) -> bool:
         with exit_on_error(prog):
             from trainers.dry_run import dry_run
 
-            print(dry_run(arguments.config))
+            words = dry_run(arguments.config)
+            if os.environ.get("RANK", "0") == "0":
+                print(words)
     return arguments.print_config or arguments.dry_run
 
 

@@ -14,6 +14,7 @@ from trainers.config_algorithm import (
     ReinforceConfig,
     ValueLossConfig,
 )
+from trainers.config_cluster import ClusterConfig
 from trainers.config_env import EnvConfig
 from trainers.config_generation import GenerationConfig
 from trainers.config_megatron import MegatronConfig
@@ -250,23 +251,6 @@ class LoggerConfig:
     val_samples: bool = opt(True, "write every response of a validation to validation/step_<N>.jsonl", free=True)
     num_inspected_samples: int = opt(
         4, "responses kept token by token in samples.jsonl every samples_period steps, for the report", free=True
-    )
-
-
-@dataclass
-class ClusterConfig:
-    device: str = opt("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
-    rank_timeout_s: float = opt(
-        1800.0, "under torchrun: seconds that a rank waits for the others, as for a slow reward, before it gives up",
-        free=True,
-    )  # fmt: skip
-    num_threads: int | None = opt(
-        None, "CPU threads of torch and of fastppo's kernels; default: torch's own choice", free=True
-    )
-    device_memory_gb: float | None = opt(
-        None,
-        "memory, in GB of 10^9 bytes, that --dry-run fits the micro-batch into; default: what is free on the device",
-        free=True,
     )
 
 

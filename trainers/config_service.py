@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trainers.config import ClusterConfig, EnvConfig, ValueConfig
+from trainers.config import EnvConfig, ValueConfig
+from trainers.config_cluster import ClusterConfig
 from trainers.config_remote import TOKEN_VARIABLE
 from trainers.config_types import block, opt
 
@@ -71,7 +72,7 @@ class ServeConfig:
 TRAINERS_OWN = (
     *("value.mode", "value.url", "value.train_global_batch_size", "value.detach_trunk", "value.loss_coef"),
     *("value.offload", "value.remote.", "env.url", "env.remote.", "env.constant_reward_steps"),
-    "cluster.device_memory_gb",
+    *("cluster.device_memory_gb", "cluster.gpus", "cluster.gpus_per_node", "cluster.plan."),
 )
 FROM_POLICY = {
     "policy.model_name": "value.model_name",

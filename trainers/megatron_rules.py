@@ -5,7 +5,7 @@ megatron-core."""
 from collections.abc import Iterator
 from typing import Any
 
-from trainers.batch_plan import launched_ranks
+from trainers.batch_plan import ranks_of
 from trainers.config import PolicyConfig, TrainerConfig, ValueConfig
 from trainers.config_checks import ConfigError, Rule
 from trainers.config_megatron import MegatronConfig
@@ -25,9 +25,9 @@ def ranks_of_a_copy(cfg: MegatronConfig) -> int:
 
 
 def replicas(config: TrainerConfig) -> int:
-    """The data-parallel ranks among those that torchrun started."""
+    """The data-parallel ranks among those that torchrun started, or cluster.gpus plans for."""
     spread = config.policy.backend == "megatron"
-    return launched_ranks() // ranks_of_a_copy(config.policy.megatron) if spread else launched_ranks()
+    return ranks_of(config) // ranks_of_a_copy(config.policy.megatron) if spread else ranks_of(config)
 
 
 def unused_rules(config: TrainerConfig) -> list[Rule]:
@@ -71,7 +71,7 @@ def needed(config: TrainerConfig) -> Iterator[str]:
             f"the ranks as the policy does; set value.backend={policy.backend}, or value.mode=remote"
         )
     if policy.backend == "megatron":
-        yield from needs_of("policy", policy)
+        yield from needs_of("policy", policy, ranks_of(config))
     if critic is None:
         return
     if policy.backend == "megatron" and critic.mode == "shared":
@@ -80,7 +80,7 @@ def needed(config: TrainerConfig) -> Iterator[str]:
             f"{config.name}.adv_estimator.name without a critic"
         )
     if critic.mode == "local" and policy.backend == critic.backend == "megatron":
-        yield from needs_of("value", critic)
+        yield from needs_of("value", critic, ranks_of(config))
         for name in SIZES:
             mine, theirs = getattr(critic.megatron, name), getattr(policy.megatron, name)
             if mine != theirs:
@@ -91,7 +91,7 @@ def needed(config: TrainerConfig) -> Iterator[str]:
                 )
 
 
-def needs_of(key: str, part: PolicyConfig | ValueConfig) -> Iterator[str]:
+def needs_of(key: str, part: PolicyConfig | ValueConfig, ranks: int) -> Iterator[str]:
     """Of a block that is trained on megatron-core here: policy, value."""
     for on, name, instead in (
         (key == "policy" and part.peft.enabled, "peft.enabled", f"set it to false, or {key}.backend=hf"),
@@ -106,17 +106,16 @@ def needs_of(key: str, part: PolicyConfig | ValueConfig) -> Iterator[str]:
             f"{key}.num_layers_unfrozen={part.num_layers_unfrozen} is not supported with {key}.backend=megatron, which "
             "trains every layer: set it to -1"
         )
-    yield from layout_needs(f"{key}.megatron", part.megatron)
+    yield from layout_needs(f"{key}.megatron", part.megatron, ranks)
 
 
-def layout_needs(key: str, cfg: MegatronConfig) -> Iterator[str]:
+def layout_needs(key: str, cfg: MegatronConfig, ranks: int) -> Iterator[str]:
     """What a block of megatron-core's settings, `key`, needs of itself and of the ranks that torchrun started."""
     tensor, pipeline, expert = (
         cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.expert_model_parallel_size
     )  # fmt: skip
     if cfg.context_parallel_size > 1:
         yield f"{key}.context_parallel_size={cfg.context_parallel_size} is not supported yet: set it to 1"
-    ranks = launched_ranks()
     if ranks % ranks_of_a_copy(cfg):
         yield (
             f"{key}.tensor_model_parallel_size={tensor} x {key}.pipeline_model_parallel_size={pipeline} = "

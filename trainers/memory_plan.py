@@ -2,7 +2,9 @@
 
 Held all along: weights (frozen ones in the compute dtype, trained ones as param_dtype says, with float32 masters where
 that is bfloat16), float32 gradients, Adam's two moments, the reference's copy, and what the embedded engine holds
-beside the policy's own tensors. To this comes the largest of
+beside the policy's own tensors. With fully_shard a rank has its share of the first five, weights in float32 as their
+own masters, a whole copy of the model for the embedded engine, and what `gathered_bytes` says. To this comes the
+largest of
 
     generation  KV cache: 2 x layers x KV heads x head size x bytes x max_batch_size x longest sequence; and what the
                 sampler makes of [max_batch_size, V] logits: the logits, 3 float32 copies, float64 sums
@@ -139,6 +141,9 @@ class Trained:
     cfg: PolicyConfig | ValueConfig
     stored: torch.dtype  # of trained parameters
     parameters: int  # of the model, adapters not among them
+    # With fully_shard, bytes that come with a pass without gradients, and with one that has some:
+    scoring: int = 0
+    updating: int = 0
 
 
 def plan_lines(
@@ -162,7 +167,7 @@ def plan_lines(
         f"memory    generation by {engine.words}",
         f"          scoring of {scored} sequences: {gigabytes(scoring)}",
     ]
-    peaks, fits = [engine.generating, scoring], []
+    peaks, fits = [engine.generating, scoring + max(model.scoring for model in models)], []
     for model in models:
         whole = model.layers == model.config.num_hidden_layers
         peft = getattr(model.cfg, "peft", None)
@@ -183,7 +188,7 @@ def plan_lines(
         head_trained = whole and not (peft and peft.enabled)
 
         def beside(rows: int, model: Trained = model, head_trained: bool = head_trained) -> int:
-            hidden = 2 * 4 * rows * longest * model.config.hidden_size  # and its gradient
+            hidden = 2 * 4 * rows * longest * model.config.hidden_size + model.updating  # and its gradient
             if model.key == "value":
                 return hidden
             tokens = rows * generation.max_new_tokens
@@ -193,6 +198,7 @@ def plan_lines(
         lines.append(
             f"          {model.key} update of {counted(micro, 'sequence')}: {gigabytes(kept.bytes(micro))} saved for "
             f"backward ({gigabytes(kept.row)} a sequence), {gigabytes(beside(micro))} of hidden states and logits"
+            + (f", {gigabytes(model.updating)} of it gathered weights and gradients" if model.updating else "")
         )
         peaks.append(kept.bytes(micro) + beside(micro))
         batch = model.cfg.train_global_batch_size
@@ -243,15 +249,33 @@ def in_a_pass(cfg: PolicyConfig | ValueConfig, rows: int, longest: int) -> int:
 
 
 def held_bytes(
-    trained: int, frozen: int, dtype: torch.dtype, stored: torch.dtype = torch.float32, *, head: int = 0
+    trained: int,
+    frozen: int,
+    dtype: torch.dtype,
+    stored: torch.dtype = torch.float32,
+    *,
+    head: int = 0,
+    ranks: int = 1,
 ) -> dict[str, int]:
     """Of a model's numbers of parameters: what stays on the device all along. `head`: those of a critic's float32 head.
+    `ranks`: that fully_shard divides all but the head over.
 
     Not the bfloat16 gradients, which exist one parameter at a time.
     """
+    trained, frozen = -(-trained // ranks), -(-frozen // ranks)
     weights = {"weights": stored.itemsize * trained + 4 * head + dtype.itemsize * frozen}
     masters = {} if stored == torch.float32 else {"masters": 4 * trained}
     return weights | masters | {"gradients": 4 * (trained + head), "Adam": 8 * (trained + head)}
+
+
+def gathered_bytes(layer: int, embedding: int, head: int, itemsize: int, *, backward: bool) -> int:
+    """What fully_shard has whole at a time, of parameters' numbers: the output head for all of a pass; the layer at
+    work and the next one, or the embeddings in place of one. In backward the head's gradient, and one layer's as it is
+    made and, on its way into the sum, in float32.
+
+    Args: embedding: 0 where the head is the same tensor. head: 0 where no pass uses it."""
+    weights = itemsize * (head + layer + max(layer, embedding))
+    return weights + ((itemsize + 4) * layer + itemsize * head if backward else 0)
 
 
 def reference_bytes(

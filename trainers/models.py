@@ -62,6 +62,8 @@ def resolve_model(name: str, *, cache_dir: str | Path | None = None, key: str = 
         ModelFetchError: the download failed or does not have the pinned checksum.
         ImportError: a package of the `trainer` extra is missing.
     """
+    if name.startswith("shape:"):
+        raise ValueError(f"{key}={name} is a shape without weights, for --dry-run alone")
     cache = Path(cache_dir) if cache_dir is not None else default_cache()
     if name == SMOLLM2:
         return _cached(cache, f"{SMOLLM2}-{SMOLLM2_GGUF_SHA256[:16]}", _build_smollm2)

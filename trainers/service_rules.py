@@ -165,7 +165,8 @@ def served_unused(config: ServeConfig) -> list[Rule]:
         (by_tokens, "value: train_micro_batch_size", "value.max_tokens_per_micro_batch"),
         *unused_of("value", config.value),
         constant_schedule("value", config.value),
-        (True, "cluster: device_memory_gb", "python -m trainers.serve_critic"),
+        (True, "cluster: device_memory_gb gpus gpus_per_node", "python -m trainers.serve_critic"),
+        (True, "cluster.plan: *", "python -m trainers.serve_critic"),
     ]
 
 
@@ -173,7 +174,7 @@ def served_needed(config: ServeConfig) -> Iterator[str]:
     tls = config.tls
     yield from sharding_needs("value", config.value)
     if config.serve != "reward" and config.value.backend == "megatron":
-        yield from needs_of("value", config.value)
+        yield from needs_of("value", config.value, launched_ranks())
     if not is_own_address(config.host) and token_of(config.token) is None:
         yield (
             f"host={config.host} can be reached from other machines: that needs token, or the environment variable "

@@ -9,7 +9,7 @@ import torch
 
 from trainers import checkpoint, dist, rewards
 from trainers.advantages import needs_greedy
-from trainers.arithmetic import check, check_model
+from trainers.arithmetic import check, check_launched, check_model
 from trainers.backbone import name_of, pick_device, pick_dtype, pick_param_dtype
 from trainers.batching import policy_minibatches
 from trainers.cli import compare_for_resume, load_config, save_config
@@ -48,6 +48,7 @@ class Trainer:
         metric_fn: Callable[..., dict[str, list[float]]] | None = None,
     ):
         check(config)
+        check_launched(config)
         dist.start(config.cluster)
         dist.main_does(lambda: reach(config))
         self.config, self.cfg, self.metric_fn = config, config.algorithm, metric_fn
@@ -249,6 +250,7 @@ class Trainer:
         return policy_minibatches(batch, self.config, done, step=step, epoch=epoch)
 
     def refit(self) -> int:
+        self.offload()  # the engine takes its memory again, a KV cache included
         with self.run.timer("update_weights"):
             moved = self.update_engine(self.progress.step)
         self.probe(self.progress.step)
