@@ -1,15 +1,19 @@
-"""`python .ci/check_wheel.py WHEEL`: both packages, the compiled module and nothing else are in it."""
+"""`python .ci/check_wheel.py WHEEL`: both packages, the compiled module and nothing else are in it; it is small, needs
+torch and numpy alone, and has the version of the package."""
 
 import re
 import sys
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 20_000_000  # bytes; with CUDA kernels, which are most of it
 
 
 def main(wheel: str) -> int:
-    names = set(zipfile.ZipFile(wheel).namelist())
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
     metadata = {name for name in names if re.match(r"fastppo-[^/]+\.dist-info/", name)}
     compiled = {name for name in names if re.fullmatch(r"fastppo/_C\.[\w.-]+\.so", name)}
     sources = {
@@ -24,10 +28,25 @@ def main(wheel: str) -> int:
         problems.append(f"expected one compiled module, got {sorted(compiled)}")
     if not any(name.endswith("/licenses/LICENSE") for name in metadata):
         problems.append("is missing: LICENSE")
+    problems += about(archive.read(next(name for name in metadata if name.endswith("/METADATA"))).decode())
+    size = Path(wheel).stat().st_size
+    if size > LIMIT:
+        problems.append(f"expected at most {LIMIT:,} bytes, got {size:,}")
     for problem in problems:
         print(f"{wheel}: {problem}")
-    print(f"{len(names)} files, {Path(wheel).stat().st_size:,} bytes")
+    print(f"{len(names)} files, {size:,} bytes")
     return 1 if problems else 0
+
+
+def about(metadata: str) -> list[str]:
+    problems, fields = [], Parser().parsestr(metadata)
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "fastppo" / "__init__.py").read_text(), re.MULTILINE)[1]
+    if fields["Version"] != version:
+        problems.append(f"version must be {version}, got {fields['Version']}")
+    needed = [need for need in fields.get_all("Requires-Dist", []) if "extra ==" not in need]
+    if sorted(re.match(r"[\w-]+", need)[0] for need in needed) != ["numpy", "torch"]:
+        problems.append(f"must need torch and numpy alone, got {needed}")
+    return problems
 
 
 if __name__ == "__main__":

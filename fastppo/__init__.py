@@ -2,13 +2,14 @@
 
 from fastppo import _build
 from fastppo.metrics import PPO_METRICS, VALUE_METRICS, summarize
+from fastppo.ops._loss import LossOutput
 from fastppo.ops.advantages import group_advantages, rloo, whiten
 from fastppo.ops.gae import GAEOutput, gae
 from fastppo.ops.linear_logprob import linear_logprob
 from fastppo.ops.linear_loss import LinearLossOutput, linear_loss
 from fastppo.ops.linear_ppo_loss import linear_ppo_loss
 from fastppo.ops.logprob import LogprobOutput, logprob
-from fastppo.ops.ppo_loss import LossOutput, kl_divergence, ppo_loss
+from fastppo.ops.ppo_loss import kl_divergence, ppo_loss
 from fastppo.ops.value_loss import value_loss
 from fastppo.vocab import VocabShard
 

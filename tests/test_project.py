@@ -26,7 +26,7 @@ def files() -> Iterator[Path]:
     """The project's own files, without what building and running leave beside them."""
     for folder, folders, names in os.walk(ROOT):
         kept = (f for f in folders if f not in SKIPPED and not f.endswith(".egg-info"))
-        folders[:] = [f for f in kept if f[0] != "." or f == ".ci"]
+        folders[:] = [f for f in kept if f[0] != "." or f in (".ci", ".github")]
         yield from (Path(folder) / name for name in names if not name.endswith((".so", ".pyc")) and name != ".git")
 
 
@@ -72,10 +72,13 @@ def pins(content: str) -> set[tuple[str, str]]:
 def test_tools_have_one_version_everywhere():
     extra = re.search(r"^dev = \[(.*?)\]", text("pyproject.toml"), re.MULTILINE | re.DOTALL)
     tools = pins(extra[1])
-    assert {name for name, _ in tools} == {"ruff", "mypy", "clang-format", "pre-commit", "pre-commit-hooks", "build"}
+    names = {"ruff", "mypy", "clang-format", "pre-commit", "pre-commit-hooks", "build", "auditwheel"}
+    assert {name for name, _ in tools} == names
     hooks = pins(text(".pre-commit-config.yaml"))
     assert {name for name, _ in hooks} == {"ruff", "clang-format", "pre-commit-hooks"}
     assert hooks <= tools
+    flows = set().union(*(pins(path.read_text()) for path in (ROOT / ".github" / "workflows").iterdir()))
+    assert {name for name, _ in flows - tools} == {"cibuildwheel"}
     assert not {name for name, _ in tools} & {name for name, _ in pins(text(".ci/constraints.txt"))}
 
 

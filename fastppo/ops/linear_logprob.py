@@ -135,7 +135,7 @@ def linear_logprob(
     save = wanted and (memory == "save" or memory == "auto" and fits)
     if wanted and memory == "auto" and not torch.compiler.is_compiling():
         _say_choice(save)
-    logprobs, entropy, *_ = _LinearLogprob.apply(
+    logprobs, entropy, *_ = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, rows, per_row, weight_grad_into, head, vocab, reduce_dhidden, save
     )
     return LogprobOutput(logprobs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None)

@@ -237,7 +237,7 @@ def linear_loss(
         size=chunk_tokens,
         needs=tuple(wanted and x is not None and x.requires_grad for x in (hidden, weight, bias)),
     )
-    loss, metrics, logprobs, entropy, *_ = _LinearLoss.apply(hidden, weight, bias, work)
+    loss, metrics, logprobs, entropy, *_ = _LinearLoss.apply(hidden, weight, bias, work)  # type: ignore[no-untyped-call]
     return LinearLossOutput(
         loss, metrics, logprobs.view(targets.shape), entropy.view(targets.shape) if with_entropy else None
     )

@@ -43,7 +43,7 @@ class Sequences:
         """[number] float64: sum over each sequence's tokens in `where` (default: the selected)."""
         assert self.offsets is not None and self.ids is not None
         x = torch.where(self.selected if where is None else where, x, 0).double().flatten()
-        total: Tensor = _SegmentSum.apply(x, self.offsets, self.ids)
+        total: Tensor = _SegmentSum.apply(x, self.offsets, self.ids)  # type: ignore[no-untyped-call]
         return total
 
     def mean(self, x: Tensor, where: Tensor | None = None) -> Tensor:
@@ -56,7 +56,7 @@ class Sequences:
     def spread(self, per_sequence: Tensor, like: Tensor) -> Tensor:
         """like's shape and dtype: each token gets its sequence's number."""
         assert self.offsets is not None and self.ids is not None
-        per_token: Tensor = _Spread.apply(per_sequence, self.offsets, self.ids)
+        per_token: Tensor = _Spread.apply(per_sequence, self.offsets, self.ids)  # type: ignore[no-untyped-call]
         return per_token.view(like.shape).to(like.dtype)
 
     def count(self) -> Tensor:
@@ -123,7 +123,7 @@ class _SegmentSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Spread.apply(grad, *ctx.saved_tensors), None, None
+        return _Spread.apply(grad, *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
 
 
 class _Spread(torch.autograd.Function):
@@ -139,4 +139,4 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _SegmentSum.apply(grad, *ctx.saved_tensors), None, None
+        return _SegmentSum.apply(grad, *ctx.saved_tensors), None, None  # type: ignore[no-untyped-call]
