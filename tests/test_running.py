@@ -168,9 +168,9 @@ def test_other_errors_pass_as_they_are(tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_exit_2(tmp_path, monkeypatch, capsys):
-    import trainers.trainer
+    import trainers.policy.build
 
-    monkeypatch.setattr(trainers.trainer, "HFPolicy", failing(cpu()))
+    monkeypatch.setattr(trainers.policy.build, "HFPolicy", failing(cpu()))
     arguments = command(tmp_path)[3:]
     assert launch("ppo", "PPOTrainer", "", arguments) == 2
     error = capsys.readouterr().err
