@@ -133,6 +133,7 @@ def _facts(hidden: int, layers: int, heads: int, ffn: int, **more: Any) -> dict[
 
 # Name -> (model_type, settings of its transformers config).
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.2-1b": ("llama", _facts(2048, 16, 32, 8192, tie_word_embeddings=True, **_LLAMA)),
     "llama-3.1-8b": ("llama", _facts(4096, 32, 32, 14336, **_LLAMA)),
     "llama-3.1-70b": ("llama", _facts(8192, 80, 64, 28672, **_LLAMA)),
     "llama-3.1-405b": ("llama", _facts(16384, 126, 128, 53248, **_LLAMA)),
