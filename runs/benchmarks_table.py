@@ -8,24 +8,39 @@ from typing import Any
 
 HEADER = ("op", "direction", "shape", "dtype", "fastppo", "GB/s", "of a copy", "MiB", "peers: time, MiB, times faster")
 
+Row = dict[str, Any]
+
+
+def read(file: Path) -> list[Row]:
+    """The rows that were measured, of a JSON file of pytest-benchmark; a ValueError where it is none."""
+    try:
+        return [x["extra_info"] for x in json.loads(file.read_text())["benchmarks"] if "ours_us" in x["extra_info"]]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{file} must be a JSON file of pytest-benchmark, with a list `benchmarks`: {error!r}"
+        ) from None
+
 
 def duration(us: float, clock: str = "graph") -> str:
     unit, size = next((x for x in (("s", 1e6), ("ms", 1e3)) if us >= x[1]), ("us", 1.0))
     return f"{us / size:.3g} {unit}" + ("" if clock == "graph" else f" ({clock})")
 
 
-def peer(row: dict[str, Any]) -> str:
+def peer_name(row: Row) -> str:
     notes = ["does less"] * bool(row.get("is_bound")) + ["another answer"] * bool(row.get("peer_differs"))
-    name = row["peer"] + (f" ({', '.join(notes)})" if notes else "")
+    return row["peer"] + (f" ({', '.join(notes)})" if notes else "")
+
+
+def peer(row: Row) -> str:
     mib = row.get("peer_peak_mib")
     time = duration(row["peer_us"], row.get("peer_clock", "graph"))
-    cells = f"{name} {time}, {'?' if mib is None else f'{mib:.0f}'}, {row['times_faster']:.3g} x"
+    cells = f"{peer_name(row)} {time}, {'?' if mib is None else f'{mib:.0f}'}, {row['times_faster']:.3g} x"
     if "floor" in row:
         cells += f" ({row['peer_per_floor']:.3f} of {row['floor']}, ours {row['ours_per_floor']:.3f})"
     return cells
 
 
-def cells(rows: list[dict[str, Any]]) -> list[str]:
+def cells(rows: list[Row]) -> list[str]:
     """One line for a shape; our own time is that beside the first of its peers."""
     first = rows[0]
     gbps, share, mib = first["gbps"], first.get("copy_share"), first.get("ours_peak_mib")
@@ -39,22 +54,28 @@ def cells(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def table(file: Path) -> list[str]:
-    rows = [x["extra_info"] for x in json.loads(file.read_text())["benchmarks"] if "ours_us" in x["extra_info"]]
-    if not rows:
-        return [f"{file.name}: no row was measured"]
-    first = rows[0]
-    where = f"{first['machine']}, torch {first['versions']['torch']}, {first['threads']} threads"
-    if "copy_gbps" in first:
-        where += f", a copy {first['copy_gbps']:.0f} GB/s"
-    lines = [where, "", "| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+def where(row: Row) -> str:
+    """Machine, version and threads of a row, which are those of its file."""
+    place = f"{row['machine']}, torch {row['versions']['torch']}"
+    place += f", {row['threads']} threads" if "threads" in row else ""
+    return place + (f", a copy {row['copy_gbps']:.0f} GB/s" if "copy_gbps" in row else "")
 
-    def key(row: dict[str, Any]) -> tuple[str, ...]:
+
+def kinds(rows: list[Row]) -> list[list[Row]]:
+    """The rows by op, direction, shape, dtype and clock: of each one row for every peer."""
+
+    def key(row: Row) -> tuple[str, ...]:
         return row["op"], row["direction"], row["shape"], row["dtype"], row.get("clock", "")
 
-    for _, same in groupby(sorted(rows, key=key), key):
-        lines.append("| " + " | ".join(cells(list(same))) + " |")
-    return lines
+    return [list(same) for _, same in groupby(sorted(rows, key=key), key)]
+
+
+def table(file: Path) -> list[str]:
+    rows = read(file)
+    if not rows:
+        return [f"{file.name}: no row was measured"]
+    lines = [where(rows[0]), "", "| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    return lines + ["| " + " | ".join(cells(same)) + " |" for same in kinds(rows)]
 
 
 if __name__ == "__main__":
