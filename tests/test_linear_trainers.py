@@ -56,10 +56,12 @@ def test_the_watch_sees_whole_logits(monkeypatch, wide_model):
     """The same two passes over whole logits are caught by the measure above."""
 
     def whole(hidden, weight, targets, *, memory="auto", bias=None, weight_grad_into=None, **options):
+        options.pop("reduce_dhidden", None)
         return fastppo.logprob(F.linear(hidden, weight, bias), targets, **options)
 
     def whole_loss(hidden, weight, targets, old, advantages, *, temperature, softcap, num_rows, bias=None, **options):
-        assert options.pop("weight_grad_into") is None
+        assert options.pop("weight_grad_into") is None and options.pop("vocab") is None
+        options.pop("reduce_dhidden")  # of a vocabulary in shards
         logprobs, entropy = whole(hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap)
         output = fastppo.ppo_loss(logprobs, old, advantages, entropy=entropy, **options)
         return fastppo.LinearLossOutput(*output, logprobs, entropy)
