@@ -57,6 +57,19 @@ def test_one_rank_is_everybody():
     assert dist.imbalance(torch.tensor([4, 4])) == 1.0
 
 
+def test_why_a_rank_left_is_told_when_the_others_are_gone(monkeypatch):
+    def gone(*_):
+        raise ConnectionError("timed out")
+
+    monkeypatch.setattr(dist, "size", lambda: 2)
+    monkeypatch.setattr(dist, "gather", gone)
+    with pytest.raises(ZeroDivisionError) as caught:
+        dist.together(lambda: 1 // 0)
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    with pytest.raises(ConnectionError, match="timed out"):
+        dist.together(lambda: 1)
+
+
 def fails_on(rank: int) -> int:
     if dist.rank() == rank:
         raise ValueError(f"rank {rank} cannot")

@@ -189,6 +189,25 @@ def test_a_refit_that_fails_is_aborted_and_the_cache_stays_asleep(fails):
     assert engine.calls[-1] == "abort_update" and ("wake", "kv") not in engine.calls
 
 
+def test_a_refit_that_fails_still_takes_all_tensors():
+    """Other ranks take part in the gathering of each."""
+
+    class Counted(Named):
+        taken = 0
+
+        def weights(self):
+            for pair in super().weights():
+                self.taken += 1
+                yield pair
+
+    policy = Counted(a=torch.zeros(3), b=torch.zeros(3), c=torch.zeros(3))
+    update = Refit(policy, Recorder(fails="put"), GenerationConfig())
+    update.stream.bucket_bytes = 12
+    with pytest.raises(RuntimeError, match="put fails"):
+        update(1)
+    assert policy.taken == 3
+
+
 def test_a_manifest_that_changed_reaches_no_engine():
     engine, policy = Recorder(), Named(a=torch.zeros(3))
     update = Refit(policy, engine, GenerationConfig())

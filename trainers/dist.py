@@ -174,7 +174,12 @@ def together(compute: Callable[[], T], group: Any = None) -> list[T]:
         result = compute()
     except Exception as raised:
         error = raised
-    everyone = [pickle.loads(sent) for sent in gather(_pickled(result, error), group)]
+    try:
+        everyone = [pickle.loads(sent) for sent in gather(_pickled(result, error), group)]
+    except Exception as parted:
+        if error is not None:  # why this rank left a meeting in which the others may still be
+            raise error from parted
+        raise
     if error is not None:
         raise error
     for other, (_, theirs) in enumerate(everyone):

@@ -82,6 +82,13 @@ def model_options(cfg: MegatronConfig, device: torch.device) -> dict[str, Any]:
     return options
 
 
+def free_buffers() -> None:
+    """megatron-core keeps what held attention's scores and gathered sequences, as large as the largest were."""
+    from megatron.core import parallel_state
+
+    parallel_state.get_global_memory_buffer().buffer.clear()
+
+
 def of_last_stage(found: Any) -> Any:
     """What the last pipeline stage has, on all of them. Tensors must be on the CPU."""
     from megatron.core import parallel_state

@@ -145,7 +145,7 @@ class MegatronState:
 
     def whole_masters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor), float32: what the optimizer steps, a critic's head under VALUE_HEAD. Collective."""
-        self.bring_back()
+        self._within_reach()
         yield from self._tensors("master")
 
     @torch.no_grad()
@@ -155,9 +155,16 @@ class MegatronState:
         self.put(files, "master")
         self.publish()
 
+    def _within_reach(self) -> None:
+        """For tensors to be joined. Divided ones are copied for that one by one, wherever they are."""
+        if self.distributed:
+            self.bring_weights_back()
+        else:
+            self.bring_back()
+
     def save(self, folder: Path, steps: int) -> None:
         """Collective. steps: that the optimizer has made."""
-        self.bring_back()
+        self._within_reach()
         self._fill(steps)
         dist.main_does(lambda: folder.mkdir(parents=True, exist_ok=True))
         writing = Writing()

@@ -114,6 +114,13 @@ class MegatronModel:
         model = unwrap(self.chunks[-1])
         return model if model.post_process else None
 
+    def wait_for(self, weight: Tensor) -> None:
+        """Of the last stage, before a weight is read whose module is not called: with `overlap_param_gather` its new
+        values may be on their way, for which DistributedDataParallel waits when a module is called."""
+        chunk = self.chunks[-1]
+        if chunk.use_forward_hook:
+            chunk.param_to_bucket_group[weight].finish_param_sync()
+
     @property
     def lr(self) -> float:
         """Of the next step."""

@@ -35,11 +35,15 @@ class Refit:
         manifest = self.stream.manifest()
         self.engine.wake("weights")
         self.engine.begin_update(version, manifest)
+        buckets = iter(self.stream.buckets())
         try:
-            moved = sum(self.engine.put(bucket) for bucket in self.stream.buckets())
+            moved = sum(self.engine.put(bucket) for bucket in buckets)
             self.engine.end_update()
-        except BaseException:
+        except BaseException as error:
             self.engine.abort_update()
+            if isinstance(error, Exception):  # others take part in the gathering of what comes
+                for _ in buckets:
+                    pass
             raise
         self.engine.wake("kv")
         return moved

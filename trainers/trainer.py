@@ -317,6 +317,8 @@ class Trainer:
         with self.run.timer("save_checkpoint"), self.run.saving(step, last=when == "end"):
             checkpoint.save(self.run.dir / "checkpoints", step, self._write, cfg)
             self.saved_step = step
+            if when != "failure":  # what is joined for a checkpoint comes back for it
+                self.offload()
 
     def rank_saved(self) -> None:
         """A validation comes after the save of its step: its metrics join the checkpoint, which they may rank."""

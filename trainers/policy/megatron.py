@@ -101,10 +101,12 @@ class MegatronPolicy:
     def _logprobs(
         self, model: nn.Module, hidden: Tensor, batch: RolloutBatch, rows: Rows
     ) -> tuple[None, dict[str, Tensor]]:
-        generation = self.cfg.generation
+        generation, weight = self.cfg.generation, head_weight(model)
+        if model is self.model.last:  # the reference is never on its way
+            self.model.wait_for(weight)
         output = scored(
             self._selected(hidden, rows),
-            head_weight(model),
+            weight,
             batch.tokens[rows.selected].to(self.device),
             batch.turn_positions[rows.selected] < generation.min_new_tokens,
             stop_ids=self.stop_ids,
@@ -130,6 +132,7 @@ class MegatronPolicy:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         model = self.model.last
         weight = head_weight(model)
+        self.model.wait_for(weight)
         # Straight into the sum, unless DistributedDataParallel waits for autograd to tell that this gradient is there.
         into = None if self.cfg.megatron.overlap_grad_reduce else weight.main_grad
         selected = SelectedRows.of(batch, rows.selected, self.device)
@@ -181,6 +184,7 @@ class MegatronPolicy:
         }
 
     def offload(self) -> None:
+        groups.free_buffers()
         if self.cfg.offload_optimizer:
             self.model.state.offload()
 

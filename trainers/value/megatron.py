@@ -122,6 +122,7 @@ class MegatronValue(BaseValue):
         return groups.whole_sequence(hidden, partial_gradient=False) if parallel else hidden
 
     def offload(self) -> None:
+        groups.free_buffers()
         if self.cfg.offload:
             self.model.state.offload()
             self.model.state.offload_weights()
