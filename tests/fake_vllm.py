@@ -20,6 +20,7 @@ import torch.distributed as torch_dist
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tests import tiny
+from tests.megatron_models import file_names
 from trainers.config_generation import VLLMConfig
 from trainers.engines import TensorSpec
 
@@ -92,7 +93,7 @@ class Request:
 
 
 class Model(torch.nn.Module):
-    """A vLLM model: `load_weights` takes Hugging Face names."""
+    """A vLLM model: `load_weights` takes the names of Hugging Face files."""
 
     def __init__(self, folder: str):
         super().__init__()
@@ -105,7 +106,7 @@ class Model(torch.nn.Module):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if self.waiting is None:
             raise RuntimeError("these weights would not go through the layerwise reload")
-        known, names = dict(self.hf.named_parameters()), set()
+        known, names = file_names(self.hf.named_parameters()), set()
         for name, tensor in weights:
             if known[name].shape != tensor.shape:
                 raise AssertionError(name)
@@ -121,7 +122,7 @@ def initialize_layerwise_reload(model: Model) -> None:
 
 def finalize_layerwise_reload(*args: Any, **kwargs: Any) -> None:
     model, _config = args
-    parameters = dict(model.hf.named_parameters())
+    parameters = file_names(model.hf.named_parameters())
     for name, tensor in model.waiting or ():
         parameters[name].data.copy_(tensor)
     model.waiting = None
@@ -321,7 +322,7 @@ def install(monkeypatch: Any, version: str = VERSION) -> ModuleType:
 
 def push(engine: Any, model: Any, version: int, parts: int = 2) -> None:
     """One full update with a model's parameters, overwritten as soon as the engine has taken them."""
-    weights = [(name, p.detach()) for name, p in model.named_parameters()]
+    weights = [(name, p.detach()) for name, p in file_names(model.named_parameters()).items()]
     engine.begin_update(version, {name: TensorSpec(tuple(p.shape), p.dtype) for name, p in weights})
     for part in range(parts):
         bucket = [(name, tensor.clone()) for name, tensor in weights[part::parts]]

@@ -174,7 +174,7 @@ def test_megatron_core_that_is_missing_is_named_with_its_extra(monkeypatch):
         ),
         ("qwen3", {"pipeline_model_parallel_size": 4}, "=4 does not divide the model's num_hidden_layers=2"),
         ("qwen3_moe", {"expert_model_parallel_size": 3}, "=3 does not divide the model's num_experts=4"),
-        ("qwen3_moe", {"expert_tensor_parallel_size": 8}, "=8 does not divide the model's moe_intermediate_size=20"),
+        ("qwen3_moe", {"expert_tensor_parallel_size": 16}, "=16 does not divide the model's moe_intermediate_size=40"),
         (
             "qwen3_moe",
             {"tensor_model_parallel_size": 2},

@@ -82,6 +82,7 @@ CASES = [
     *(("qwen3_tied", layout) for layout in ("pp2_divided", "tp2_divided", "tp2_sp_pp2")),
     *(("qwen3_moe", layout) for layout in ("ep2", "tp2_sp_ep2")),
 ]
+FED = {"llama": "tp2_sp_pp2", "qwen3_tied": "tp2_sp_pp2", "qwen3_moe": "tp2_sp_ep2"}  # model -> layout
 
 
 def settings_of(name: str, layout: Layout | None = None) -> PolicyConfig:
@@ -186,7 +187,7 @@ def evaluate(folder: Path, name: str, layout: Layout) -> dict[str, Any]:
 
     cfg, cluster = settings_of(name, layout), ClusterConfig(rank_timeout_s=60)
     policy = MegatronPolicy(folder / name, cfg, cluster, device=CPU, dtype=torch.float32)
-    fed = feed(policy, folder / f"{name}_exported") if layout == LAYOUTS["tp2_sp_pp2"] else {}
+    fed = feed(policy, folder / f"{name}_exported") if layout == LAYOUTS[FED[name]] else {}
 
     def gradients(policy: Any) -> dict[str, Tensor]:
         return {k: g.clone() for k, g in hf_tensors(policy.model.chunks, of=lambda p: p.main_grad)}
@@ -236,16 +237,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["llama", "qwen3_tied"])
+@pytest.mark.parametrize("name", FED)
 def test_engines_and_exports_have_the_very_weights(results, name):
-    """Of tensor and pipeline parallel ranks; a tied embedding once; on every rank."""
+    """Of tensor, pipeline and expert parallel ranks; a tied embedding once, each expert apart; on every rank."""
     _, found, folder = results
     model = AutoModelForCausalLM.from_pretrained(folder / name)
+    expected = file_names(model.named_parameters())
     for rank in found:
-        for transport, tensors in rank[name, "tp2_sp_pp2"]["streams"].items():
-            assert tensors.keys() == dict(model.named_parameters()).keys(), transport
-            assert all(tensors[key].equal(parameter) for key, parameter in model.named_parameters()), transport
-        for dtype, logits in rank[name, "tp2_sp_pp2"]["logits"].items():
+        for transport, tensors in rank[name, FED[name]]["streams"].items():
+            assert tensors.keys() == expected.keys(), transport
+            assert all(tensors[key].equal(parameter) for key, parameter in expected.items()), transport
+        for dtype, logits in rank[name, FED[name]]["logits"].items():
             right = AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype)
             assert logits.equal(right(input_ids=IDS, use_cache=False).logits), dtype
     exported = AutoModelForCausalLM.from_pretrained(folder / f"{name}_exported")

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
+from tests.megatron_models import build_hf, file_names
 from trainers.backbone import load_model
-from trainers.engines import Sampling, sample
+from trainers.engines import Sampling, TensorSpec, sample
 from trainers.engines.native import NativeEngine, own_copy, share_parameters
 from trainers.refit import refit
 
@@ -46,6 +47,39 @@ def test_no_token_of_probability_zero_is_ever_sampled(uniform):
 def test_diverged_weights_are_an_error_not_a_token():
     with pytest.raises(FloatingPointError, match="not finite"):
         sample.check_finite(sample.draw(torch.tensor([[0.0, math.nan]]), torch.tensor([0.5]).double())[2])
+
+
+def test_experts_are_taken_under_their_names_in_memory_or_in_files_not_both(tokenizer):
+    right = build_hf("qwen3_moe")
+    in_memory = {name: p.detach() for name, p in right.named_parameters()}
+    in_files = file_names(in_memory.items())
+    layer = "model.layers.0.mlp.experts"
+    assert f"{layer}.gate_up_proj" in in_memory and f"{layer}.3.up_proj.weight" in in_files
+
+    def specs(tensors):
+        return {name: TensorSpec(tuple(x.shape), x.dtype) for name, x in tensors.items()}
+
+    for version, sent in enumerate((in_memory, in_files, in_memory), 1):
+        engine = NativeEngine(build_hf("qwen3_moe").requires_grad_(False), tokenizer, own_weights=True)
+        for parameter in engine.parameters.values():
+            parameter.zero_()
+        engine.sleep()
+        engine.wake("weights")
+        engine.begin_update(version, specs(sent))
+        assert engine.put(list(sent.items())[::-1]) == sum(p.nbytes for p in right.parameters())
+        engine.end_update()
+        assert all(engine.parameters[name].equal(p) for name, p in in_memory.items())
+
+    mixed = specs(in_memory | {name: x for name, x in in_files.items() if name.startswith(layer)})
+    with pytest.raises(ValueError, match=f"unknown: .'{layer}.down_proj'"):
+        engine.begin_update(4, mixed)
+    narrow = specs(in_files) | {f"{layer}.3.up_proj.weight": TensorSpec((80, 32), torch.float32)}
+    with pytest.raises(ValueError, match=rf"{layer}.3.up_proj.weight must be \(40, 32\), got \(80, 32\)"):
+        engine.begin_update(4, narrow)
+    with pytest.raises(ValueError, match=rf"missing: .'{layer}.3.up_proj.weight'., unknown: ..$"):
+        engine.begin_update(
+            4, {name: spec for name, spec in specs(in_files).items() if "0.mlp.experts.3.up" not in name}
+        )
 
 
 def test_refit_moves_nothing_where_storage_is_shared_and_only_trained_layers_elsewhere(tokenizer):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import sys
 from dataclasses import MISSING, fields
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import fake_trtllm, tiny
 from tests.fake_trtllm import NEW, OLD, AsyncLLM, Logprob, executor, make_trtllm_engine, push
+from tests.megatron_models import build_hf
 from tests.test_engine_contract import PROMPTS, SEEDS
 from trainers import dist
 from trainers.arithmetic import ConfigError, check, longest_request
@@ -272,6 +274,18 @@ def test_tensors_that_are_not_contiguous_arrive(make, model):
     engine.end_update()
     completion = engine.generate([[4, 5]], FREE, [3])[0]
     assert completion.logprobs == pytest.approx(scored(model, [4, 5], completion.tokens), abs=1e-5)
+
+
+def test_experts_arrive_under_the_names_of_files(make, tmp_path):
+    """As megatron-core's policy sends them: each expert apart, where the folder's model has a layer's in one tensor."""
+    experts = build_hf("qwen3_moe")
+    experts.save_pretrained(tmp_path)
+    for path in tiny.tiny_model().glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    engine = make(folder=tmp_path, updated=False)
+    push(engine, experts, 1)
+    completion = engine.generate([[4, 5]], FREE, [3])[0]
+    assert completion.logprobs == pytest.approx(scored(experts, [4, 5], completion.tokens), abs=1e-5)
 
 
 def test_the_manifest_is_checked_against_the_folders_model(make, model):

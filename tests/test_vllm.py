@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import fake_vllm, tiny
 from tests.fake_vllm import LLM, SIGNATURES, make_vllm_engine, push
+from tests.megatron_models import build_hf
 from trainers import dist
 from trainers.arithmetic import ConfigError, check
 from trainers.config_generation import VLLMConfig
@@ -177,6 +178,17 @@ def test_two_updates_in_a_row_reach_the_completions_and_no_prefix_is_older(make,
         for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, FREE, SEEDS), strict=True):
             assert completion.logprobs == pytest.approx(scored(weights, prompt, completion, FREE), abs=1e-5)
             assert completion.weight_version == version
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_experts_arrive_under_the_names_of_files(make, tmp_path, in_process):
+    """As megatron-core's policy sends them: each expert apart, where the folder's model has a layer's in one tensor."""
+    experts = build_hf("qwen3_moe")
+    experts.save_pretrained(tmp_path)
+    engine = make(folder=tmp_path, updated=False, in_process=in_process)
+    push(engine, experts, 1)
+    completion = engine.generate([[4, 5]], FREE, [0])[0]
+    assert completion.logprobs == pytest.approx(scored(experts, [4, 5], completion, FREE), abs=1e-5)
 
 
 def test_a_prefix_cache_that_is_not_reset_is_an_error(make, model, monkeypatch):

@@ -1,7 +1,7 @@
 """The order in which an engine may be used, written once: engines fill in the methods with an underscore."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -179,18 +179,42 @@ class Deadline:
             )
 
 
-def check_manifest(manifest: Manifest, shapes: dict[str, tuple[int, ...]]) -> None:
-    """`manifest` names exactly the tensors of `shapes`, in their shapes.
+def check_manifest(manifest: Manifest, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`manifest` names exactly `parameters` (transformers' own, which may be on the meta device) in their shapes: all
+    as they are in memory, or all as in files.
+
+    Returns:
+        `parameters` under the manifest's names: what a file has in parts are views.
 
     Raises:
         ValueError: the first difference.
     """
-    mine, theirs = set(shapes), set(manifest)
+    places = dict(parameters)
+    if not manifest.keys() <= places.keys():
+        in_files = dict(as_in_files(parameters))
+        if manifest.keys() & (in_files.keys() - places.keys()):
+            places = in_files
+    mine, theirs = set(places), set(manifest)
     if mine != theirs:
         raise ValueError(
             f"manifest must name the engine's {len(mine)} tensors; missing: {sorted(mine - theirs)[:3]}, "
             f"unknown: {sorted(theirs - mine)[:3]}"
         )
     for name, spec in manifest.items():
-        if shapes[name] != tuple(spec.shape):
-            raise ValueError(f"manifest: {name} must be {shapes[name]}, got {tuple(spec.shape)}")
+        if (shape := tuple(places[name].shape)) != tuple(spec.shape):
+            raise ValueError(f"manifest: {name} must be {shape}, got {tuple(spec.shape)}")
+    return places
+
+
+def as_in_files(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name, view) as Qwen3-MoE's files have them: each expert's matrices apart. In memory transformers has a layer's
+    in two tensors, gate_up_proj [experts, 2 * width, hidden] and down_proj [experts, hidden, width]."""
+    for name, parameter in parameters.items():
+        layer, found, part = name.partition(".experts.")
+        if not found or part not in ("gate_up_proj", "down_proj"):
+            yield name, parameter
+            continue
+        halves = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for expert, matrix in enumerate(parameter.detach()):
+            for half, rows in zip(halves, matrix.chunk(len(halves)), strict=True):
+                yield f"{layer}.experts.{expert}.{half}.weight", rows

@@ -50,6 +50,7 @@ class NativeEngine(GuardedEngine):
         self.tokenizer, self.own_weights = tokenizer, own_weights
         self.max_batch_size = max_batch_size
         self.parameters = dict(model.named_parameters())
+        self.places: dict[str, Tensor] = {}  # the same, under the names of the update's manifest
         self.sizes: dict[str, int] = {}  # bytes of those that were given up
         # transformers renamed the argument; both names are in use among the supported versions.
         arguments = inspect.signature(type(model.base_model).forward).parameters
@@ -153,12 +154,12 @@ class NativeEngine(GuardedEngine):
         return [Completion(t, lp, f, self.version) for t, lp, f in zip(tokens, logprobs, finish, strict=True)]
 
     def _begin_update(self, manifest: Manifest) -> None:
-        check_manifest(manifest, {name: tuple(parameter.shape) for name, parameter in self.parameters.items()})
+        self.places = check_manifest(manifest, self.parameters)
 
     def _put(self, bucket: list[tuple[str, Tensor]]) -> int:
         moved = 0
         for name, tensor in bucket:
-            mine = self.parameters[name]
+            mine = self.places[name]
             if mine.data_ptr() != tensor.data_ptr():
                 mine.copy_(tensor)
                 moved += mine.numel() * mine.element_size()
@@ -183,7 +184,7 @@ class NativeEngine(GuardedEngine):
 
     def _close(self) -> None:
         self._sleep(set(), keep_weights=True)
-        self.parameters = {}
+        self.parameters, self.places = {}, {}
 
     def _seen(self, prompts: list[list[int]]) -> Tensor:
         """[B, V] bool: the tokens of each prompt, padding not among them."""

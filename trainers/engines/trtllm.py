@@ -61,7 +61,7 @@ class TRTLLMEngine(ReplicaEngine):
         self.unusable = "none were sent yet"  # they are random until then
         self.parked: dict[str, list[str]] = {}  # part -> tags that were released for it
         self.model = on_meta(folder)
-        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        self.parameters = dict(self.model.named_parameters())
         self.replica = Replica(cfg.tensor_parallel_size, timeout_s=timeout_s)
         arguments = trtllm_api.constructor_arguments(
             self.api,
@@ -173,7 +173,7 @@ class TRTLLMEngine(ReplicaEngine):
         return Completion(tokens, logprobs, "length" if end is None else "stop", self.version)
 
     def _begin_update(self, manifest: Manifest) -> None:
-        check_manifest(manifest, self.shapes)
+        check_manifest(manifest, self.parameters)
 
     def _put(self, bucket: list[tuple[str, Tensor]]) -> int:
         here = [(name, self._on_gpu(tensor)) for name, tensor in bucket]  # held until the engine has its copy

@@ -65,7 +65,7 @@ class VLLMEngine(ReplicaEngine):
             raise ValueError(f"policy.generation.vllm_cfg.in_process=false needs one rank, got {dist.size()}")
         self.replica = Replica(cfg.tensor_parallel_size, timeout_s=timeout_s)
         self.model = on_meta(folder)
-        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        self.parameters = dict(self.model.named_parameters())
         arguments = vllm_api.constructor_arguments(
             str(folder),
             cfg,
@@ -160,7 +160,7 @@ class VLLMEngine(ReplicaEngine):
         return Completion(tokens, logprobs, "length" if end is None else "stop", self.version)
 
     def _begin_update(self, manifest: Manifest) -> None:
-        check_manifest(manifest, self.shapes)
+        check_manifest(manifest, self.parameters)
         self.llm.collective_rpc("fastppo_begin_update")
 
     def _put(self, bucket: list[tuple[str, Tensor]]) -> int:
