@@ -6,6 +6,7 @@ import shlex
 import pytest
 import transformers
 
+from trainers import megatron_rules
 from trainers.arithmetic import ConfigError, check_launched
 from trainers.cluster_layout import Group, Layout, candidates
 from trainers.cluster_memory import (
@@ -18,7 +19,7 @@ from trainers.cluster_memory import (
     reference_bytes,
     state_bytes,
 )
-from trainers.cluster_plan import EnginePlan, Job, Stage, Work, flops, plan_of
+from trainers.cluster_plan import EnginePlan, Job, Stage, Work, flops, host_bytes, plan_of
 from trainers.cluster_traffic import (
     PICKLED_FLOAT,
     PICKLED_ID,
@@ -367,6 +368,21 @@ class TestPlan:
             assert here["generation"] - there["generation"] == optimizer + held["weights"] + held["optimizer"]
             assert here["policy update"] == there["policy update"]
 
+    def test_what_a_nodes_memory_holds_while_models_load(self):
+        """4 bytes a parameter of the larger model on each of a node's 8 ranks; of megatron-core's parts nothing, but
+        for its embedded engine 2 a parameter of a whole policy."""
+        work, machine = Work(8, 8, 1_000, 2_000, 8), Machine()
+
+        def loading(layout: Layout, **engine) -> int:
+            critic = part("llama-3.1-70b", layout, critic=True)
+            job = Job(work, part("llama-3.1-8b", layout), critic, "local", engine=EnginePlan(**engine))
+            return host_bytes(job, machine)[0]
+
+        assert loading(Layout(dp=16, fully_shard=True)) == 8 * 4 * N70
+        assert loading(megatron(2, tp=8)) == 8 * 2 * N8
+        assert loading(megatron(tp=4)) == 4 * 2 * N8
+        assert loading(megatron(2, tp=8), backend="vllm", tp=8) == 0
+
     def test_candidates_divide_the_gpus(self):
         found = list(candidates(shape("qwen3-30b-a3b"), 16, 8, Layout(dp=16)))
         assert all(layout.gpus == 16 and layout.tp <= 8 and layout.expert_dp >= 1 for layout in found)
@@ -377,6 +393,7 @@ class TestPlan:
 
 BASE = "cluster.gpus=8 policy.model_name=shape:llama-3.1-8b policy.num_layers_unfrozen=-1 value.mode=local"
 SPREAD = f"{BASE} policy.backend=megatron value.backend=megatron"
+TP = "policy.megatron.tensor_model_parallel_size=8 policy.megatron.sequence_parallel=true"
 
 
 class TestRefusals:
@@ -405,6 +422,15 @@ class TestRefusals:
             assert (
                 f"{key}.megatron.pipeline_model_parallel_size=3 does not divide the model's num_hidden_layers" in told
             )
+
+    def test_a_model_that_megatron_core_would_compute_otherwise(self, tmp_path):
+        """Each is refused by its own key, and by megatron-core's rules before the plan's."""
+        transformers.LlamaConfig(hidden_act="gelu", attention_bias=True).save_pretrained(tmp_path)
+        spread = SPREAD.replace("policy.model_name=shape:llama-3.1-8b ", "")
+        critic = refusal(f"{SPREAD} value.model_name={tmp_path}")
+        assert critic == "value.backend=megatron: the model's hidden_act must be silu, got gelu"
+        both = refusal(f"{spread} policy.model_name={tmp_path}").splitlines()
+        assert both == [critic.replace("value", "policy"), critic]
 
     def test_batches_engines_and_what_is_not_planned(self):
         assert "fewer than the 64 ranks" in refusal(BASE.replace("gpus=8", "gpus=64"))
@@ -458,3 +484,48 @@ class TestWords:
         text = f"{BASE.replace(' value.mode=local', '')} policy.fully_shard=true"
         told = words(text, ReinforceTrainerConfig)
         assert not any(line.startswith("critic") or "critic update" in line for line in told)
+
+    def test_what_megatron_core_loads(self):
+        host = next(line for line in words(f"{SPREAD} {TP} {TP.replace('policy', 'value')}") if line.startswith("host"))
+        # 8 ranks x 2 bytes a parameter.
+        assert host == (
+            "host      GB of a node's memory: 128 while models load, each rank a whole one in bfloat16 for its engine"
+        )
+        vllm = f"{SPREAD} {TP} {TP.replace('policy', 'value')} policy.generation.backend=vllm"
+        host = next(line for line in words(vllm) if line.startswith("host"))
+        assert host == "host      no whole model in a node's memory, ranks read their own parts"
+
+
+class TestLaunched:
+    """Without cluster.gpus."""
+
+    @pytest.fixture(autouse=True)
+    def megatron_runs_here(self, monkeypatch):
+        monkeypatch.setattr("trainers.extras.find_spec", lambda module: object())
+        monkeypatch.setattr(megatron_rules, "DEVICES", ["cuda", "cpu"])
+
+    ALONE = "policy.model_name=shape:llama-3.1-8b policy.num_layers_unfrozen=-1 cluster.device=cpu"
+    REMOTE = "value.mode=remote value.url=http://critic:8900 policy.backend=megatron"
+
+    def test_megatron_core_is_planned_for_the_ranks_that_were_started(self, monkeypatch):
+        """The norms of 32 layers and the last are whole; half of 41,943,040 of attention and 176,160,768 of an MLP in
+        each, and of 2 x 128,256 rows of the vocabulary; 2 bytes each, where one rank has 16.06 GB."""
+        one = words(f"{self.ALONE} {self.REMOTE}")
+        assert any(line.startswith("cluster   1 GPU of 80 GB in 1 node") for line in one)
+        assert any(line.startswith("memory    GB of the fullest GPU: weights 16.1, gradients 32.1, ") for line in one)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        two = words(f"{self.ALONE} {self.REMOTE} policy.megatron.tensor_model_parallel_size=2")
+        half = 32 * (2 * 4_096 + (41_943_040 + 176_160_768) // 2) + 128_256 * 4_096 + 4_096
+        assert f"{2 * half / 1e9:.2f}, {4 * half / 1e9:.1f}" == "8.03, 16.1"
+        assert any(line.startswith("memory    GB of the fullest GPU: weights 8.03, gradients 16.1, ") for line in two)
+        assert any(line.startswith("prompts   ") for line in two)  # what a run here reads is told as well
+
+    def test_nodes_and_their_gpus_are_those_of_the_run(self, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        told = words(f"{self.ALONE} {self.REMOTE} {TP} cluster.device_memory_gb=141")
+        assert any(line.startswith("cluster   8 GPUs of 141 GB in 2 nodes") for line in told)
+
+    def test_what_is_not_planned_can_run(self):
+        told = words(f"{self.ALONE} {self.REMOTE} policy.dtype=float32")
+        assert told[-1] == "memory    not known: policy.dtype=float32: --dry-run plans for bfloat16"

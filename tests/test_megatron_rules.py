@@ -97,6 +97,16 @@ def test_ranks_hold_whole_copies(ranks):
     )
     ranks(16)
     accepted(*experts)
+    # megatron-core makes groups of experts of a layout that divides no experts too.
+    ranks(4)
+    experts = (*ON, "policy.train_global_batch_size=16", "policy.megatron.expert_tensor_parallel_size=3")
+    assert refused(*experts) == (
+        "policy.megatron.expert_model_parallel_size=1 x policy.megatron.expert_tensor_parallel_size=3 x "
+        "policy.megatron.pipeline_model_parallel_size=1 = 3 ranks hold all experts together: torchrun must start a "
+        "multiple of that, here are 4"
+    )
+    ranks(6)
+    accepted(*experts)
 
 
 def test_each_copy_needs_a_sequence_and_not_each_rank(ranks):

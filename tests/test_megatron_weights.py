@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from tests import megatron_cpu
 from tests.megatron_models import MODELS, build_hf, config_of, file_names
+from trainers.config_megatron import MegatronConfig
 from trainers.engines import TensorSpec
 from trainers.megatron_layout import gate_up_rows, qkv_rows
-from trainers.policy.megatron_model import build_model, check, padded_vocab, rope_frequencies
+from trainers.policy.megatron_model import build_model, check, padded_vocab, rope_frequencies, takes_transformer_engine
 
 needs_megatron = pytest.mark.skipif(
     find_spec("megatron") is None, reason='needs megatron-core: pip install "fastppo[megatron]"'
@@ -370,8 +371,27 @@ def test_frequencies_are_those_of_transformers(name):
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(model, changes, message):
-    with pytest.raises(ValueError, match=message):
-        check(config_of(model, **changes))
+    for key in ("policy", "value"):
+        with pytest.raises(ValueError) as caught:
+            check(config_of(model, **changes), key)
+        assert str(caught.value) == f"{key}.backend=megatron: the model's {message}"
+
+
+def test_transformer_engine_that_is_missing_is_asked_for_by_its_block():
+    for key in ("policy", "value"):
+        with pytest.raises(ValueError, match=rf"^{key}\.megatron\.transformer_engine=true needs a GPU and the package"):
+            takes_transformer_engine(True, CPU, key)
+    assert not takes_transformer_engine(None, CPU)
+
+
+def test_a_critic_asks_for_transformer_engine_under_its_own_key(tmp_path):
+    from trainers.config import ClusterConfig, ValueConfig
+    from trainers.value.megatron import MegatronValue
+
+    config_of("llama").save_pretrained(tmp_path)
+    cfg = ValueConfig(backend="megatron", megatron=MegatronConfig(transformer_engine=True))
+    with pytest.raises(ValueError, match=r"^value\.megatron\.transformer_engine=true needs a GPU"):
+        MegatronValue(tmp_path, cfg, ClusterConfig(), device=CPU, dtype=torch.float32, score_batch=1)
 
 
 def test_other_architectures_are_refused():

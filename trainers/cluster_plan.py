@@ -223,7 +223,9 @@ def memory_of(job: Job, machine: Machine, stage: int) -> tuple[dict[str, int], d
 def host_bytes(job: Job, machine: Machine) -> tuple[int, int]:
     """Of the memory of a node: while models load, and what waits there for its turn on the GPUs."""
     layout, ranks = job.layout, min(machine.gpus_per_node, job.layout.gpus)
-    loading = 0 if layout.megatron else max(4 * part.shape.parameters for part in job.parts)
+    loading = max(4 * part.shape.parameters for part in job.parts)
+    if layout.megatron:  # of the model, own parts alone; of the embedded engine's, whole
+        loading = 2 * job.policy.shape.parameters if job.engine.backend == "native" else 0
     waiting, state = 0, state_bytes(job.policy, 0)
     if job.scores_reference and not job.has_reference:  # it and what it is swapped with, as parameters are stored
         whole = state["weights"] - (0 if layout.megatron else 2 * (job.policy.frozen // layout.shards))

@@ -2,10 +2,9 @@
 other layouts of the same run."""
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
-from trainers.batch_plan import BatchPlan
+from trainers.batch_plan import BatchPlan, counted
 from trainers.cluster_layout import Layout, candidates, check, layout_of
 from trainers.cluster_memory import Part
 from trainers.cluster_plan import EnginePlan, Job, Plan, Stage, Work, host_bytes, plan_of, wanted_rows
@@ -32,19 +31,29 @@ def cluster_lines(config: TrainerConfig, plan: BatchPlan, policy: Any, critic: A
     """
     machine, gpus = machine_of(config), config.cluster.gpus
     assert gpus is not None
+    if problems := [*not_planned(config), *not_computed(config, policy, critic)]:
+        raise ConfigError("\n".join(problems))
     shapes = [shape_of(hf, name) for name, hf in (policy, *([critic] if critic else []))]
     job = job_of(config, plan, shapes, reward_bytes)
-    if problems := [*not_planned(config), *cannot_be(job, (policy, critic))]:
+    if problems := [*cannot_be(job)]:
         raise ConfigError("\n".join(problems))
     return [*head_words(job, machine), *plan_words(plan_of(job, machine)), *others_words(job, machine)]
 
 
-def cannot_be(job: Job, models: Sequence[Any] = ()) -> Iterator[str]:
-    """What does not divide what. models: (name, transformers config) of the policy and the critic."""
-    for part, model in zip_longest(job.parts, models[: len(job.parts)]):
+def not_computed(config: TrainerConfig, policy: Any, critic: Any) -> Iterator[str]:
+    """Models that megatron-core's layers would compute otherwise than transformers."""
+    for key, part, model in (("policy", config.policy, policy), ("value", config.critic, critic)):
         try:
-            if part.layout.megatron and model is not None:
-                megatron_model.check(model[1])
+            if part is not None and model is not None and part.backend == "megatron":
+                megatron_model.check(model[1], key)
+        except ValueError as error:
+            yield str(error)
+
+
+def cannot_be(job: Job) -> Iterator[str]:
+    """What does not divide what."""
+    for part in job.parts:
+        try:
             check(part.layout, part.shape, "value" if part.critic else "policy")
         except ValueError as error:
             yield str(error)
@@ -55,7 +64,7 @@ def cannot_be(job: Job, models: Sequence[Any] = ()) -> Iterator[str]:
 
 
 def not_planned(config: TrainerConfig) -> Iterator[str]:
-    gpus = f"cluster.gpus={config.cluster.gpus}"
+    gpus = "--dry-run" if config.cluster.gpus is None else f"cluster.gpus={config.cluster.gpus}"
     if config.policy.peft.enabled:
         yield f"policy.peft.enabled=true: {gpus} plans for trained layers, not for adapters"
     for key, part in (("policy", config.policy), ("policy.generation", config.policy.generation)):
@@ -148,7 +157,7 @@ def head_words(job: Job, machine: Machine) -> Iterator[str]:
     gpus, policy = job.layout.gpus, job.policy
     nodes = -(-gpus // machine.gpus_per_node)
     yield (
-        f"cluster   {gpus:,} GPUs of {machine.memory_gb:g} GB in {nodes} node{'s' if nodes > 1 else ''}, "
+        f"cluster   {counted(gpus, 'GPU')} of {machine.memory_gb:g} GB in {nodes} node{'s' if nodes > 1 else ''}, "
         f"{machine.gpu_tflops:g} TFLOP/s at mfu {machine.mfu:g}; GB/s of a GPU: memory "
         f"{machine.gpu_bandwidth_gbps:,.0f}, NVLink {machine.nvlink_gbps:g}, network {machine.network_gbps:g}"
     )
@@ -206,8 +215,9 @@ def plan_words(plan: Plan) -> list[str]:
 
 def host_words(plan: Plan) -> str:
     loading, waiting = host_bytes(plan.job, plan.machine)
-    words = f"host      GB of a node's memory: {gb(loading)} while models load, each rank a whole one in float32"
-    if plan.layout.megatron:
+    whole = "a whole one in bfloat16 for its engine" if plan.layout.megatron else "a whole one in float32"
+    words = f"host      GB of a node's memory: {gb(loading)} while models load, each rank {whole}"
+    if not loading:
         words = "host      no whole model in a node's memory, ranks read their own parts"
     return f"{words}; {gb(waiting)} of what waits there" if waiting else words
 

@@ -22,8 +22,9 @@ class ClusterConfig:
     device: str = opt("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     gpus: int | None = opt(
         None,
-        "--dry-run plans memory and communication for this many GPUs, of which there need be none here; in a run it "
-        "must be the number of ranks that torchrun started",
+        "--dry-run plans memory and communication for this many GPUs, of which there need be none here; default: "
+        "without such a plan, but of backend=megatron for the ranks that torchrun started; in a run it must be their "
+        "number",
         free=True,
     )
     gpus_per_node: int = opt(8, "with gpus: those that NVLink joins, hence neighbouring ranks", free=True)

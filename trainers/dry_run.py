@@ -3,7 +3,10 @@ batches, and, if the model's folder is on this machine, its shape and the memory
 downloaded.
 """
 
+import copy
 import functools
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,21 @@ from trainers.arithmetic import ConfigError, check, trained_parts
 from trainers.backbone import decoder_of, is_cut, name_of, pick_device, pick_dtype, pick_param_dtype
 from trainers.batch_plan import BatchPlan, counted, launched_ranks
 from trainers.classifiers import is_classifier
-from trainers.cluster_words import cluster_lines
+from trainers.cluster_words import cluster_lines, not_planned
 from trainers.config import PolicyConfig, TrainerConfig, ValueConfig
 from trainers.config_env import RewardModelConfig
 from trainers.environments import Environment, check_turns, make_environment
 from trainers.extras import require
-from trainers.memory_plan import Trained, gathered_bytes, held_bytes, memory, plan_lines, reference_bytes, size
+from trainers.memory_plan import (
+    Trained,
+    available_bytes,
+    gathered_bytes,
+    held_bytes,
+    memory,
+    plan_lines,
+    reference_bytes,
+    size,
+)
 from trainers.model_shapes import is_shape, named_config
 from trainers.models import SMOLLM2, TINY_LLAMA, default_cache, is_complete, resolve_model
 from trainers.offload import check_device
@@ -71,6 +83,8 @@ def dry_run(config: TrainerConfig) -> str:
         else f"prompts   {len(prompts):,}, so an epoch is {counted(len(prompts) // plan.prompts, 'step')}",
         f"compute   {device.type}, {name_of(dtype)}; sampling in {name_of(engine_dtype)}",
     ]
+    if any(part.backend == "megatron" for _, part in parts):
+        return "\n".join([*lines, *as_launched(config, plan, environment, device)])
     policy_name = environment.default_model if config.policy.model_name == "auto" else config.policy.model_name
     described = [
         describe_policy(policy_name, config, environment, dtype, stored["policy"], engine_dtype, plan.longest_sequence)
@@ -105,6 +119,22 @@ def on_a_cluster(config: TrainerConfig, plan: BatchPlan, environment: Environmen
             return [absent("policy" if key == POLICY else "critic", name)]
     reward = describe_reward_model(config.env.reward_model, torch.bfloat16)[1] if is_used(config.env) else 0
     return cluster_lines(config, plan, models[POLICY], models.get("value.model_name"), reward)
+
+
+def as_launched(config: TrainerConfig, plan: BatchPlan, environment: Environment, device: torch.device) -> list[str]:
+    """The same for the ranks that torchrun started, on devices like this one."""
+    if problems := [*not_planned(config)]:  # a run does it all the same
+        return [f"memory    not known: {problem}" for problem in problems]
+    memory_gb, ranks = config.cluster.device_memory_gb, launched_ranks()
+    if memory_gb is None and device.type == "cuda":
+        memory_gb = round(available_bytes(device, None)[1] / 1e9, 1)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", config.cluster.gpus_per_node))
+    planned = copy.copy(config)
+    planned.cluster = replace(config.cluster, gpus=ranks, gpus_per_node=per_node, device_memory_gb=memory_gb)
+    try:
+        return on_a_cluster(planned, plan, environment)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def describe_policy(

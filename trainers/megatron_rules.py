@@ -122,7 +122,7 @@ def layout_needs(key: str, cfg: MegatronConfig, ranks: int) -> Iterator[str]:
             f"{tensor * pipeline} ranks hold a model together: torchrun must start a multiple of that, here are {ranks}"
         )
     per_expert = cfg.expert_tensor_parallel_size or tensor
-    if expert > 1 and ranks % (expert * per_expert * pipeline):
+    if (expert > 1 or per_expert != tensor) and ranks % (expert * per_expert * pipeline):
         yield (
             f"{key}.expert_model_parallel_size={expert} x {key}.expert_tensor_parallel_size={per_expert} x "
             f"{key}.pipeline_model_parallel_size={pipeline} = {expert * per_expert * pipeline} ranks hold all experts "

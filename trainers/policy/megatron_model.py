@@ -205,7 +205,7 @@ def check(hf: PreTrainedConfig, key: str = "policy") -> None:
         )
     rope = hf.rope_parameters
     kinds = getattr(hf, "layer_types", None) or ()
-    for key, got, expected in (
+    for name, got, expected in (
         ("hidden_act", hf.hidden_act, ("silu",)),
         ("attention_bias", getattr(hf, "attention_bias", False), (False,)),  # it has one on the output projection too
         ("mlp_bias", getattr(hf, "mlp_bias", False), (False,)),
@@ -215,7 +215,7 @@ def check(hf: PreTrainedConfig, key: str = "policy") -> None:
     ):
         if got not in expected:
             raise ValueError(
-                f"{key}.backend=megatron: the model's {key} must be {' or '.join(map(str, expected))}, got {got}"
+                f"{key}.backend=megatron: the model's {name} must be {' or '.join(map(str, expected))}, got {got}"
             )
 
 
@@ -247,8 +247,8 @@ def padded_vocab(vocab_size: int, tensor_parallel_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def takes_transformer_engine(wanted: bool | None, device: torch.device) -> bool:
-    """`policy.megatron.transformer_engine`; None: where it is installed and there is a GPU.
+def takes_transformer_engine(wanted: bool | None, device: torch.device, key: str = "policy") -> bool:
+    """The setting megatron.transformer_engine of the block `key`; None: where it is installed and there is a GPU.
 
     Raises:
         ValueError: wanted, and missing.
@@ -256,7 +256,7 @@ def takes_transformer_engine(wanted: bool | None, device: torch.device) -> bool:
     there = find_spec("transformer_engine") is not None and device.type == "cuda"
     if wanted and not there:
         raise ValueError(
-            "policy.megatron.transformer_engine=true needs a GPU and the package transformer_engine: install it, or "
+            f"{key}.megatron.transformer_engine=true needs a GPU and the package transformer_engine: install it, or "
             "set it to false"
         )
     return there if wanted is None else wanted

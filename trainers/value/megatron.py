@@ -24,7 +24,7 @@ from trainers.megatron_rules import check_layout
 from trainers.megatron_training import MegatronModel, Rows
 from trainers.megatron_weights import VALUE_HEAD
 from trainers.optim import StepMetrics
-from trainers.policy.megatron_model import check
+from trainers.policy.megatron_model import check, takes_transformer_engine
 from trainers.rollout import RolloutBatch
 from trainers.value import BaseValue, ScalarHead
 from trainers.value.critic_file import FILE, CriticFile, joined_experts
@@ -59,6 +59,7 @@ class MegatronValue(BaseValue):
         if hf.model_type != "qwen3_moe":  # the policy may have experts to divide
             layout = replace(layout, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
         check_layout(hf, layout, "value.megatron")
+        takes_transformer_engine(layout.transformer_engine, device, "value")
         groups.start(cfg.megatron, cluster)
         self.classifier = is_classifier(path)
         head = ScalarHead(hf.hidden_size)
