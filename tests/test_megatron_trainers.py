@@ -31,6 +31,7 @@ from trainers.config import CONFIGS
 from trainers.doctor import examine, temporary
 from trainers.ppo import PPOTrainer
 from trainers.reinforce import ReinforceTrainer
+from trainers.value.hf import LocalValue
 
 pytestmark = pytest.mark.skipif(
     find_spec("megatron") is None, reason='needs megatron-core: pip install "fastppo[megatron]"'
@@ -295,3 +296,7 @@ def test_a_folder_of_another_backend_is_refused_by_name():
     state = {"backend": "megatron", "dtype": "torch.float32"}
     with pytest.raises(ValueError, match="the checkpoint was trained with policy.backend=megatron: set that"):
         tiny.policy().load_state_dict(state)
+    where = {"device": torch.device("cpu"), "dtype": torch.float32, "score_batch": 2}
+    critic = LocalValue(tiny.tiny_model(), tiny.config().value, **where)
+    with pytest.raises(ValueError, match="trained with value.backend=megatron: set that, or start from its critic/"):
+        critic.load_state_dict(state)

@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainers import dist
 from trainers.config import CheckpointingConfig
 from trainers.files import fsync, replace_text
@@ -189,3 +191,20 @@ def param_dtype(folder: Path, part: str) -> str:
     """How the trained parameters of `part`, policy or value, are stored, whatever "auto" would mean here."""
     known = json.loads((folder / "training.json").read_text()).get("param_dtypes", {})
     return str(known.get(part, "float32"))  # before there was a choice
+
+
+def check_origin(state: dict[str, Any], key: str, *, backend: str, dtype: torch.dtype | None = None) -> None:
+    """Whether the state of the policy or of the critic, `key`: "policy" or "value", is one of this backend and of this
+    compute dtype, if that is given.
+
+    Raises:
+        ValueError: it is not; names the setting.
+    """
+    if (theirs := state.get("backend", "hf")) != backend:
+        folder = {"policy": "policy", "value": "critic"}[key]
+        raise ValueError(
+            f"the checkpoint was trained with {key}.backend={theirs}: set that, or start from its {folder}/"
+        )
+    if dtype is not None and state["dtype"] != str(dtype):
+        name = state["dtype"].removeprefix("torch.")
+        raise ValueError(f"the checkpoint was trained in {name}, this run computes in {dtype}: set policy.dtype={name}")

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from trainers import megatron_groups as groups
 from trainers.backbone import View
 from trainers.batching import idle
+from trainers.checkpoint import check_origin
 from trainers.config import OptimizerConfig, SchedulerConfig
 from trainers.config_megatron import MegatronConfig
 from trainers.hf_folder import HFFolder, folder_of
@@ -200,3 +201,24 @@ class MegatronModel:
 
     def manifest(self) -> Any:
         return manifest(self.chunks)
+
+
+class Resumable:
+    """What policy and critic save and load alike, beside their weights."""
+
+    key: str  # "policy" or "value"
+    model: MegatronModel
+    dtype: torch.dtype
+
+    def save_shards(self, folder: Path) -> None:
+        self.model.state.save(folder, self.model.steps)
+
+    def load_shards(self, folder: Path) -> None:
+        self.model.state.load(folder, self.model.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"backend": "megatron", "dtype": str(self.dtype), "steps": self.model.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_origin(state, self.key, backend="megatron", dtype=self.dtype)
+        self.model.steps = state["steps"]

@@ -29,6 +29,7 @@ from trainers.backbone import (
     quiet,
 )
 from trainers.batching import micro_batches, score_parts, split
+from trainers.checkpoint import check_origin
 from trainers.config import PolicyConfig
 from trainers.engines import Manifest, TensorSpec, stop_ids
 from trainers.engines.native import own_copy, share_parameters
@@ -290,16 +291,7 @@ class HFPolicy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get("backend", "hf") != "hf":
-            raise ValueError(
-                f"the checkpoint was trained with policy.backend={state['backend']}: set that, or start from its "
-                "policy/"
-            )
-        if state["dtype"] != str(self.dtype):
-            name = state["dtype"].removeprefix("torch.")
-            raise ValueError(
-                f"the checkpoint was trained in {name}, this run computes in {self.dtype}: set policy.dtype={name}"
-            )
+        check_origin(state, "policy", backend="hf", dtype=self.dtype)
         if (stored := state.get("param_dtype", "torch.float32")) != str(self.param_dtype):
             name = stored.removeprefix("torch.")
             raise ValueError(

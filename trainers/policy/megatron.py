@@ -31,7 +31,7 @@ from trainers.files import Writing
 from trainers.hf_folder import write_weights
 from trainers.losses import PolicyLoss, SelectedRows, scored
 from trainers.megatron_rules import check_layout
-from trainers.megatron_training import MegatronModel, Rows, load_frozen
+from trainers.megatron_training import MegatronModel, Resumable, Rows, load_frozen
 from trainers.megatron_weights import Chunks, hf_tensors, named_parameters, unwrap
 from trainers.optim import StepMetrics
 from trainers.policy.megatron_model import check, head_weight
@@ -39,7 +39,7 @@ from trainers.policy.reference import SwappedIn
 from trainers.rollout import RolloutBatch
 
 
-class MegatronPolicy:
+class MegatronPolicy(Resumable):
     """Args: dtype: of computation and of the parameters, beside float32 masters where it is not float32.
 
     Raises:
@@ -47,6 +47,7 @@ class MegatronPolicy:
         ConfigError: sizes that the ranks cannot divide; see megatron_rules.check_layout().
     """
 
+    key = "policy"
     softcap = None  # none of the models has one
 
     def __init__(
@@ -204,25 +205,6 @@ class MegatronPolicy:
         config.save_pretrained(folder)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(folder)
-
-    def save_shards(self, folder: Path) -> None:
-        self.model.state.save(folder, self.model.steps)
-
-    def load_shards(self, folder: Path) -> None:
-        self.model.state.load(folder, self.model.steps)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"backend": "megatron", "dtype": str(self.dtype), "steps": self.model.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get("backend") != "megatron":
-            raise ValueError("the checkpoint was trained with policy.backend=hf: set that, or start from its policy/")
-        if state["dtype"] != str(self.dtype):
-            name = state["dtype"].removeprefix("torch.")
-            raise ValueError(
-                f"the checkpoint was trained in {name}, this run computes in {self.dtype}: set policy.dtype={name}"
-            )
-        self.model.steps = state["steps"]
 
 
 class Frozen:

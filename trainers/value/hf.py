@@ -12,6 +12,7 @@ from torch import Tensor
 from trainers import dist, offload, sharding
 from trainers.backbone import SplitTransformer, View, checkpoint_layers, limits_of, pick_param_dtype
 from trainers.batching import micro_batches, minibatches, score_parts, split
+from trainers.checkpoint import check_origin
 from trainers.classifiers import load_backbone
 from trainers.config import ValueConfig
 from trainers.losses import SelectedRows, ValueLoss
@@ -176,6 +177,7 @@ class LocalValue(BaseValue):
         return {"optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_origin(state, "value", backend="hf")
         self._bring_back()
         self.optimizer.load_state_dict(state["optimizer"])
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,7 +20,7 @@ from trainers.config import ClusterConfig, ValueConfig
 from trainers.hf_folder import HFFolder, folder_of
 from trainers.losses import SelectedRows, ValueLoss
 from trainers.megatron_rules import check_layout
-from trainers.megatron_training import MegatronModel, Rows
+from trainers.megatron_training import MegatronModel, Resumable, Rows
 from trainers.megatron_weights import VALUE_HEAD
 from trainers.optim import StepMetrics
 from trainers.policy.megatron_model import check, takes_transformer_engine
@@ -31,7 +30,7 @@ from trainers.value.critic_file import FILE, CriticFile, joined_experts
 from trainers.value.hf import Done
 
 
-class MegatronValue(BaseValue):
+class MegatronValue(Resumable, BaseValue):
     """Args: as of `LocalValue`; dtype: of computation and of the backbone's parameters, beside float32 masters where it
     is not float32.
 
@@ -41,6 +40,8 @@ class MegatronValue(BaseValue):
         ValueError: a model that megatron-core does not compute as transformers does; see megatron_model.check().
         ConfigError: sizes that the ranks cannot divide; see megatron_rules.check_layout().
     """
+
+    key = "value"
 
     def __init__(
         self,
@@ -154,24 +155,6 @@ class MegatronValue(BaseValue):
         if file.shapes() != expected:
             raise ValueError(f"{folder} is not a checkpoint of the critic {self.path}: names or shapes differ")
         self.model.state.load_masters(file)
-
-    def save_shards(self, folder: Path) -> None:
-        self.model.state.save(folder, self.model.steps)
-
-    def load_shards(self, folder: Path) -> None:
-        self.model.state.load(folder, self.model.steps)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"backend": "megatron", "dtype": str(self.dtype), "steps": self.model.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get("backend") != "megatron":
-            raise ValueError(
-                "the checkpoint's critic was trained with value.backend=hf: set that; its weights alone are in critic/"
-            )
-        if state["dtype"] != str(self.dtype):
-            raise ValueError(f"the checkpoint's critic was trained in {state['dtype']}, this run is in {self.dtype}")
-        self.model.steps = state["steps"]
 
 
 def take_over_scores(head: ScalarHead, path: Path | str) -> None:
