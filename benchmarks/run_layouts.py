@@ -43,7 +43,12 @@ LAYOUTS: dict[str, dict[str, str]] = {
 
 
 def main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+    described = parser()
+    args = described.parse_args(argv)
+    if not 0 <= args.warmup < args.steps:
+        described.error(f"--warmup={args.warmup} must be at least 0 and less than --steps={args.steps}")
+    if args.ranks < 2 and args.layouts != ["one"]:
+        described.error(f"--ranks must be at least 2, got {args.ranks}")
     os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: everything is in a folder
     import torch
     from models import model_folder
@@ -54,6 +59,7 @@ def main(argv: list[str]) -> int:
     rows: list[dict[str, Any]] = []
     for layout in args.layouts:
         row = {"layout": layout, "shape": args.shape, "dtype": dtype, "ranks": 1 if layout == "one" else args.ranks}
+        row["warmup"] = args.warmup
         rows.append(row | measured(args, layout, model, cuda=cuda, dtype=dtype))
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a") as file:
@@ -136,7 +142,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         if "error" in row:
             cells += [row["error"], "", "", ""]
         else:
-            counted = row["steps_s"][-len(row["steps_s"]) // 2 :]
+            counted = row["steps_s"][row["warmup"] :]
             peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
             cells += [f"{row['step_s']:.3g} ({min(counted):.3g} to {max(counted):.3g})", f"{row['gen_s']:.3g}", peak]
             cells += [f"{difference(row, rows[0]):.1e}" if "metrics" in rows[0] else "-"]

@@ -262,6 +262,27 @@ def test_a_difference_is_that_of_the_metric_furthest_off():
     assert run_layouts.difference({"metrics": {"a": [2.0, -3.0], "b": [0.0, 0.1]}}, right) == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--steps", "2"], "--warmup=2 must be at least 0 and less than --steps=2"),
+        (["--ranks", "1"], "--ranks must be at least 2, got 1"),
+    ],
+)
+def test_layouts_that_cannot_be_compared(words, error, capsys):
+    with pytest.raises(SystemExit):
+        run_layouts.main(words)
+    assert error in capsys.readouterr().err
+
+
+def test_the_range_of_a_layouts_steps_is_that_after_the_warm_up():
+    row = {
+        "layout": "one", "ranks": 1, "warmup": 2, "steps_s": [9.0, 8.0, 1.0, 4.0, 2.0, 3.0], "step_s": 2.5,
+        "gen_s": 0.5, "peak_gib": None, "metrics": {"a": [1.0]},
+    }  # fmt: skip
+    assert "| one | 1 | 2.5 (1 to 4) | 0.5 | - | 0.0e+00 |" in run_layouts.table([row])
+
+
 def test_a_layout_that_fails_is_a_row_that_says_so(folder, capsys):
     out = folder / "failed.jsonl"
     words = ["--shape", "tiny", "--device", "cpu", "--folder", str(folder / "failed"), "--out", str(out)]
