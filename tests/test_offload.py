@@ -161,6 +161,17 @@ def test_they_have_left_before_the_engine_takes_its_memory(tmp_path, monkeypatch
     assert left == [(True, True)] * 2
 
 
+def test_what_comes_back_for_a_checkpoint_leaves_again(tmp_path, monkeypatch):
+    """Validation generates next. Not where the run ends by an error: nothing may hide that."""
+    trainer, events = PPOTrainer(small(tmp_path, **LOCAL)), []
+    monkeypatch.setattr(trainer_module.checkpoint, "save", lambda *args: events.append("save"))
+    monkeypatch.setattr(trainer, "offload", lambda: events.append("offload"))
+    for when in ("end", "failure"):
+        trainer.progress.step += 1
+        trainer.save(when)
+    assert events == ["save", "offload", "save"]
+
+
 def test_on_a_cpu_there_is_nothing_to_relieve():
     config = tiny.config(
         policy__reference="cpu_offload", policy__offload_optimizer=True, value__mode="local", value__offload=True
