@@ -102,8 +102,8 @@ class MegatronState:
             self.offloaded = False
 
     def _move(self, move: Callable[[Tensor], Tensor]) -> None:
+        own = {id(p) for chunk in self.chunks for p in chunk.parameters()}
         for part in self.parts:
-            own = {id(p) for chunk in self.chunks for p in chunk.parameters()}
             for group in part.param_groups:
                 for parameter in group["params"]:
                     if self.halves and id(parameter) not in own:
