@@ -45,6 +45,7 @@ def token_logprobs(
 
 
 def small_model(tp: int, sequence_parallel: bool, tied: bool, device: torch.device) -> Any:
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from transformers import LlamaConfig
 
     from trainers.policy.megatron_model import build_model
@@ -59,6 +60,8 @@ def small_model(tp: int, sequence_parallel: bool, tied: bool, device: torch.devi
         max_position_embeddings=64,
         tie_word_embeddings=tied,
     )
+    if device.type == "cuda":
+        model_parallel_cuda_manual_seed(1)  # attention asks for its random state, though nothing is dropped out
     options = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
     (model,) = build_model(config, dtype=torch.float32, device=device, **options)
     rank = model.tp_group.rank()

@@ -1,18 +1,19 @@
 """The training step of any causal LM of transformers without its logits: `loss` below, in ten lines.
 
     pip install "fastppo[trainer]"
-    python examples/transformers_ten_lines.py             # a small random model: losses, gradients, costs
+    python examples/transformers_ten_lines.py                   # a small random model: losses, gradients, costs
+    python examples/transformers_ten_lines.py --device cuda     # one of 1.5 billion parameters
 
 It is the loss of `model(input_ids, labels=labels)`. With `-logprobs` in the place of a mean, the same lines are the
 log-probs of PPO, GRPO or DPO.
 """
 
-import re
+import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from peak import Peak
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -43,35 +44,48 @@ def compare(model: PreTrainedModel, input_ids: Tensor, labels: Tensor) -> tuple[
     return theirs.item(), ours.item(), (error / largest).item()
 
 
-def resident_mib(line: str) -> float:
-    return int(re.search(rf"{line}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-
-
-def cost(step: Callable[[], Tensor]) -> tuple[float, float]:
-    """Seconds of forward and backward, the least of three, and MiB that they need above what the process held."""
+def cost(step: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
+    """Seconds of forward and backward, the least of three, and MiB that they need above the start of the step."""
     seconds, peaks = [], []
     for _ in range(4):  # the first warms up
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-        began, base = time.perf_counter(), resident_mib("VmRSS")
+        peak, began = Peak(device), time.perf_counter()
         step().backward()
+        peaks.append(peak.read())
         seconds.append(time.perf_counter() - began)
-        peaks.append(resident_mib("VmHWM") - base)
     return min(seconds[1:]), max(peaks[1:])
 
 
+SMALL = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=49152)
+LLAMA_1B = LlamaConfig(  # the shape of Llama-3.2-1B, with a head of its own
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    device = torch.device(parser.parse_args().device)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=49152))
-    ids = torch.randint(49152, (8, 256))
-    labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+    config, shape, dtype = (
+        (SMALL, (8, 256), torch.float32) if device.type == "cpu" else (LLAMA_1B, (8, 1024), torch.bfloat16)
+    )
+    with device:
+        model = LlamaForCausalLM(config).to(dtype)
+        ids = torch.randint(config.vocab_size, shape)
+        labels = ids.masked_fill(torch.rand(shape) < 0.3, -100)
     theirs, ours, error = compare(model, ids, labels)
     print(f"the model's loss {theirs:.6f}, without logits {ours:.6f}, gradients apart by {error:.1e} of the largest")
     for who, step in (
         ("model(input_ids, labels)", lambda: model(ids, labels=labels).loss),
         ("without logits", lambda: loss(model, ids, labels)),
     ):
-        seconds, mib = cost(step)
-        print(f"{who:24} {seconds:5.2f} s, {mib:5.0f} MiB above the start of the step")
+        seconds, mib = cost(step, device)
+        print(f"{who:24} {seconds:6.3f} s, {mib:6.0f} MiB above the start of the step")
 
 
 if __name__ == "__main__":

@@ -152,14 +152,18 @@ def test_a_critic_on_gpus_is_the_critic_on_transformers(folder, ranks):
     if (there := torch.cuda.device_count()) < ranks:
         pytest.skip(f"needs {ranks} CUDA devices, and torch sees {there}")
     right = torch.load(folder / "right.pt", weights_only=False)
+    exact = right[torch.float32]
     mp.start_processes(worker, args=(str(folder), ranks), nprocs=ranks, start_method="spawn")
     for rank in range(ranks):
         found = torch.load(folder / f"found{ranks}_{rank}.pt", weights_only=False)
         assert found.keys() == {(name, dtype) for name in LAYOUTS[ranks] for dtype in DTYPES}
         for (name, dtype), got in found.items():
-            exact, scale = dtype == torch.float32, float(right[dtype]["first"].abs().max())
-            for when in ("first", "last"):
-                apart = float((got[when] - right[dtype][when]).abs().max())
-                assert apart < scale * (1e-3 if exact else 0.05), (name, dtype, when, apart)
-            assert got["norms"] == pytest.approx(right[dtype]["norms"], rel=1e-3 if exact else 0.05), (name, dtype)
+            print(name, dtype, "norms", got["norms"], "of", right[dtype]["norms"])
+            scale = float(exact["first"].abs().max())
+            for what in ("first", "norms", "last"):
+                mine, theirs, truth = (torch.as_tensor(x[what]) for x in (got, right[dtype], exact))
+                # float32: rounding. bfloat16, which three steps of AdamW amplify: no worse than on transformers.
+                near = 1e-3 * (truth.abs() if what == "norms" else scale)
+                noise = 2 * float((theirs - truth).abs().max())
+                assert bool(((mine - truth).abs() <= near + noise).all()), (name, dtype, what, mine, theirs, truth)
             assert float((got["again"] - got["last"]).abs().max()) < 1e-5 * scale, (name, dtype)

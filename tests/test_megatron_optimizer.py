@@ -56,6 +56,7 @@ def course(folder: Path, divided: bool) -> dict[str, Any]:
         return MegatronValue(folder / "llama", settings(divided), ClusterConfig(), score_batch=3, **where)
 
     critic = make()
+    started = {name: tensor.clone() for name, tensor in critic.model.state.whole_masters()}
     random_head(critic.model.last.value_head)
     whole = count(rollout(VOCAB))
     mine = part_of(whole, torch.tensor(dist.rows(whole.lengths)))
@@ -69,7 +70,7 @@ def course(folder: Path, divided: bool) -> dict[str, Any]:
     again.load_shards(folder / f"{divided}")
     again.save_shards(folder / f"{divided}_again")
     values = [torch.cat(each.infer(rollout(VOCAB)).result()) for each in (critic, again)]
-    return {"norms": norms, "values": values}
+    return {"started": started, "norms": norms, "values": values}
 
 
 def worker(rank: int, name: str) -> None:
@@ -96,8 +97,12 @@ def test_moments_and_masters_are_the_same_however_they_are_divided(tmp_path):
         first, second = (on_disk(tmp_path / name) for name in (f"{way}", f"{way}_again"))
         assert first.keys() == second.keys()
         assert all(tensor.equal(second[name]) for name, tensor in first.items())
+    files = load_file(tmp_path / "llama" / "model.safetensors")
+    assert any((tensor != tensor.bfloat16()).any() for tensor in files.values())
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         assert found[True]["norms"] == pytest.approx(found[False]["norms"], rel=1e-6)
         for each in found.values():
+            for name in files.keys() - {"lm_head.weight"}:
+                assert each["started"][name].equal(files[name]), name  # not as bfloat16 has it
             assert each["values"][0].equal(each["values"][1])

@@ -54,6 +54,27 @@ def test_a_swapped_in_reference_gives_the_frozen_copys_numbers(num_layers_unfroz
         assert top is swapped.backbone.top and head is swapped.head  # no second model
 
 
+def test_emptied_parameters_stay_themselves_with_their_hooks():
+    """Views of one storage, a tensor without elements, and a hook on a gradient's accumulator, as megatron-core's."""
+    whole = torch.randn(3, 4)
+    parameters = [torch.nn.Parameter(x) for x in (whole, whole[1:], torch.randn(5).bfloat16(), torch.empty(0))]
+    values, called = [p.detach().clone() for p in parameters], []
+    accumulator = parameters[0].expand_as(parameters[0]).grad_fn.next_functions[0][0]
+    accumulator.register_hook(lambda *gradients: called.append(gradients))
+    emptied = offload.Emptied(p.data for p in parameters)
+    assert [p.untyped_storage().nbytes() for p in parameters] == [0] * 4
+    emptied.restore()
+    assert [p.untyped_storage().nbytes() for p in parameters] == [48, 48, 10, 0]
+    assert all(map(torch.equal, parameters, values))
+    with torch.no_grad():
+        parameters[1][0] = 7
+    assert bool((parameters[0][1] == 7).all())  # still one storage
+    parameters[0].sum().backward()
+    assert len(called) == 1
+    emptied.restore()  # nothing is left to come back
+    assert bool((parameters[0][1] == 7).all())
+
+
 @pytest.mark.parametrize("when", ["in the pass", "while swapping in"])
 def test_the_trained_weights_come_back_from_a_pass_that_raises(when):
     policy = tiny.policy(reference="cpu_offload")

@@ -44,6 +44,10 @@ class TensorFiles(Mapping[str, Tensor]):
     def without(self, prefix: str) -> "TensorFiles":
         return TensorFiles(self.folder, {k: v for k, v in self.file_of.items() if not k.startswith(prefix)})
 
+    def has_float32(self) -> bool:
+        """Whether any of them is; none is read."""
+        return any(self._file(file).get_slice(name).get_dtype() == "F32" for name, file in self.file_of.items())
+
     def __getitem__(self, name: str) -> Tensor:
         return self._file(self.file_of[name]).get_tensor(name)
 

@@ -54,6 +54,7 @@ class MegatronState:
         self.shards = {p: shard for part in self.parts for p, shard in shards_of(part)} if distributed else {}
         self.halves = dtype != torch.float32  # whose masters are tensors of their own
         self.stale = self.offloaded = self.weights_away = False
+        self.emptied = offload.Emptied(())
 
     def gradient_norm(self) -> float:
         """Of the whole model, each gradient counted once; the same on all ranks."""
@@ -120,7 +121,7 @@ class MegatronState:
         for buffer in self.buffers():
             buffer.offload_to_cpu(move_params=self.distributed)
         if not self.distributed:  # else they lie in the buffers
-            self._move_weights(offload.to_host)
+            self.emptied = offload.Emptied(p.data for chunk in self.chunks for p in chunk.parameters())
         self.weights_away = True
 
     def bring_weights_back(self) -> None:
@@ -130,23 +131,24 @@ class MegatronState:
             for buffer in self.buffers():
                 buffer.reload_from_cpu(move_grads=False)
         else:
-            device = self.buffers()[0].grad_data.device
-            self._move_weights(lambda tensor: offload.to_device(tensor, device))
+            self.emptied.restore()
         self.weights_away = False
 
     def buffers(self) -> list[Any]:
         """In which DistributedDataParallel has gradients, and with the distributed optimizer parameters."""
         return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
-    def _move_weights(self, move: Callable[[Tensor], Tensor]) -> None:
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                parameter.data = move(parameter.data)
-
     def whole_masters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor), float32: what the optimizer steps, a critic's head under VALUE_HEAD. Collective."""
         self._within_reach()
         yield from self._tensors("master")
+
+    @torch.no_grad()
+    def start_from(self, files: TensorFiles) -> None:
+        """Masters take a model's values as its files have them: parameters in bfloat16 have rounded them already. What
+        the model has and the files have not, a critic's head, stays."""
+        if self.halves and files.has_float32():
+            self._put_backbone(files, "master")
 
     @torch.no_grad()
     def load_masters(self, files: Any) -> None:
@@ -213,6 +215,11 @@ class MegatronState:
     @torch.no_grad()
     def put(self, files: Any, kind: str) -> None:
         """Full tensors, by name, become this rank's part of the masters or of a moment."""
+        self._put_backbone(files.without(VALUE_HEAD), kind)
+        for name, parameter in self._head():
+            self._put_whole(parameter, files[name], kind)
+
+    def _put_backbone(self, files: Any, kind: str) -> None:
         found: dict[nn.Parameter, Tensor] = {}
 
         def local(parameter: nn.Parameter) -> Tensor:
@@ -223,13 +230,18 @@ class MegatronState:
         def empty(parameter: nn.Parameter) -> Tensor:
             return torch.zeros(parameter.shape, dtype=torch.float32)
 
-        load_hf(self.chunks, files.without(VALUE_HEAD), into=local)
-        for name, parameter in self._head():
-            local(parameter).copy_(files[name])
-        for parameter, whole in found.items():
-            if self.distributed and (mine := self._shard(parameter, kind)) is not None:
-                shard, (start, end) = mine
-                shard.copy_(whole.view(-1)[start:end])
+        load_hf(self.chunks, files, into=local)
+        if self.distributed:
+            for parameter, whole in found.items():
+                self._put_whole(parameter, whole, kind)
+
+    def _put_whole(self, parameter: nn.Parameter, whole: Tensor, kind: str) -> None:
+        """Of a tensor that this rank has the parameter of: its part, where the optimizer has it."""
+        if not self.distributed:
+            self._local(parameter, kind).copy_(whole)
+        elif (mine := self._shard(parameter, kind)) is not None:
+            shard, (start, end) = mine
+            shard.copy_(whole.view(-1)[start:end])
 
     def publish(self) -> None:
         """Parameters take their masters' values."""

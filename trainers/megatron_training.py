@@ -87,7 +87,9 @@ class MegatronModel:
             self.hf_config, dtype=dtype, device=device, output="hidden" if head is None else "no_head", **options
         )
         files = HFFolder(folder_of(path))
-        load_hf(models, files if head is None else files.without("score."))  # a reward model's own head
+        if head is not None:
+            files = files.without("score.")  # a reward model's own head
+        load_hf(models, files)
         if head is not None and models[-1].post_process:
             models[-1].value_head = head.to(device)
         distributed = device.type == "cuda" if cfg.distributed_optimizer is None else cfg.distributed_optimizer
@@ -107,6 +109,7 @@ class MegatronModel:
             waiting = [chunk.no_sync for chunk in self.chunks]
             models[0].config.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
         self.state = MegatronState(self.chunks, optimizer, distributed=distributed, dtype=dtype)
+        self.state.start_from(files)
         self.steps = 0  # that were made, not skipped
 
     @property

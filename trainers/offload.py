@@ -1,5 +1,7 @@
 """What waits in the CPU's memory while the GPU does something else, and the check that there is a GPU to relieve."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,30 @@ def to_host(tensor: Tensor) -> Tensor:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Back from the CPU's memory. Work that is put on the device afterwards finds it there."""
     return tensor.to(device, non_blocking=True)
+
+
+class Emptied:
+    """Tensors whose memory is free until restore(), while they stay what they are to whoever holds them.
+
+    A parameter that is given data of another device gets a new gradient accumulator (torch's Variable::set_data), and
+    the hooks on the old one are gone: those by which megatron-core's DistributedDataParallel collects gradients.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():  # of two that share one, the first has emptied it
+                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                self.waiting.append((memory, to_host(memory)))
+                storage.resize_(0)
+
+    def restore(self) -> None:
+        """Work that is put on the device afterwards finds the values."""
+        for memory, host in self.waiting:
+            memory.untyped_storage().resize_(len(host))
+            memory.copy_(host, non_blocking=True)
+        self.waiting.clear()
 
 
 def check_device(config: TrainerConfig, device: torch.device) -> None:
