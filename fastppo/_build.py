@@ -32,7 +32,17 @@ def module() -> ModuleType:
 def warn_if_missing() -> None:
     """Warn where the distribution is installed without its compiled module: all would be slow and nobody would know."""
     loaded, reason = load()
-    if loaded is None and is_installed():
+    if loaded is not None:
+        return
+    if hidden := hidden_module():
+        warnings.warn(
+            f"fastppo is imported from {Path(__file__).parent.parent}, which has no compiled kernels, and hides the "
+            f"installed one, which has them, in {hidden.parent.parent}; ops fall back to PyTorch and are slow. Start "
+            "Python in another folder, or make this checkout the installed one with `pip install -e .`.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    elif is_installed():
         warnings.warn(
             f"fastppo is installed without its compiled kernels ({reason}); ops fall back to PyTorch and are slow. "
             "Install it with `pip install --force-reinstall --no-deps fastppo`, or from a checkout with "
@@ -40,6 +50,15 @@ def warn_if_missing() -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def hidden_module() -> Path | None:
+    """The compiled module of another fastppo further back on sys.path, behind the folder that Python was started in.
+    An editable install has its module there, and no package of its own."""
+    here = Path(__file__).resolve().parent
+    folders = (Path(entry or ".").resolve() / "fastppo" for entry in sys.path)
+    others = (folder for folder in folders if folder != here and (folder / "__init__.py").is_file())
+    return next((found for folder in others for found in folder.glob("_C.*.so")), None)
 
 
 def is_installed() -> bool:

@@ -22,7 +22,8 @@ def contents_checked(tensor: Tensor) -> bool:
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = FLOATS) -> None:
     """A plain torch.Tensor of one of `dtypes` (None: any)."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        hint = f": pass its .{name}" if hasattr(value, name) else ""  # a Linear's weight, an output's metrics
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}{hint}")
     if type(value).__name__ == "DTensor":
         raise TypeError(
             f"{name} must be a plain torch.Tensor, got a DTensor: pass {name}.to_local(), and for logits or a weight "
@@ -35,8 +36,18 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None 
 def check_like(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
     """Same shape and device as another argument."""
     if value.shape != like.shape:
-        raise ValueError(f"{name} must have {like_name}'s shape {list(like.shape)}, got {list(value.shape)}")
+        hint = _shape_hint(name, value, like_name, like)
+        raise ValueError(f"{name} must have {like_name}'s shape {list(like.shape)}, got {list(value.shape)}{hint}")
     check_device(name, value, like_name, like)
+
+
+def _shape_hint(name: str, value: Tensor, like_name: str, like: Tensor) -> str:
+    """What other libraries take in this place, where the shape shows it."""
+    if like.dim() == 2 and value.shape in (like.shape[:1], (len(like), 1)):
+        return f": one number a sequence goes to each of its tokens by {name}.view(-1, 1).expand_as({like_name})"
+    if name == "values" and sum(value.shape) == sum(like.shape) + 1:
+        return ": the value after the last step is bootstrap_values"
+    return ""
 
 
 def check_floats_like(name: str, value: Tensor, like_name: str, like: Tensor) -> None:

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -43,7 +44,7 @@ def facts() -> dict[str, dict[str, str]]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    yield "fastppo", fastppo.__version__
+    yield "fastppo", f"{fastppo.__version__} ({Path(fastppo.__file__).parent})"
     yield "python", f"{platform.python_version()} ({sys.implementation.name})"
     yield "platform", platform.platform()
     yield "torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"

@@ -6,6 +6,8 @@ all-reduced over ranks as they are; only then does `summarize` divide.
 
 from torch import Tensor
 
+from fastppo.checks import check_tensor
+
 PPO_METRICS = (
     "tokens",
     "seqs",
@@ -37,8 +39,10 @@ def summarize(metrics: Tensor) -> dict[str, float]:
         returns that do not vary.
 
     Raises:
+        TypeError: not a tensor, as the output that has it.
         ValueError: another shape.
     """
+    check_tensor("metrics", metrics)
     names = {len(PPO_METRICS): PPO_METRICS, len(VALUE_METRICS): VALUE_METRICS}.get(metrics.numel())
     if metrics.dim() != 1 or names is None:
         raise ValueError(

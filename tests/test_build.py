@@ -113,6 +113,24 @@ def test_without_the_compiled_module_import_warns_once_and_ops_still_work() -> N
     assert re.search(r"gae on cpu: torch \(cpu: the compiled module fastppo._C does not load", done.stdout)
 
 
+def test_a_checkout_that_hides_an_installed_package_says_so(tmp_path: Path) -> None:
+    """`pip install .`, and then Python is started in the checkout."""
+    installed = tmp_path / "site" / "fastppo"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").touch()
+    (installed / "_C.cpython-311-x86_64-linux-gnu.so").touch()
+    done = run_python(
+        "HIDDEN = {'fastppo._C'}" + HIDE + f"sys.path.append({str(installed.parent)!r})\n"
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import fastppo\n"
+        "for w in seen: print(w.category.__name__, w.message)\n"
+    )
+    assert done.stdout.count("RuntimeWarning fastppo is imported from") == 1, done.stderr
+    assert f"which has them, in {installed.parent}; ops fall back" in done.stdout and "pip install -e ." in done.stdout
+
+
 def test_without_the_distribution_import_does_not_warn() -> None:
     """A checkout on the path is a choice, not a broken install."""
     done = run_python(

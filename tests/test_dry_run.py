@@ -115,7 +115,10 @@ def test_sequences_beyond_the_context_are_pointed_out():
         (["env.name=python:no_such_module.reward"], "cannot import no_such_module"),
         (["env.name=python:math.sqrd"], r"math has no sqrd; did you mean sqrt\?"),
         (["env.name=python:math.sqrt"], "the environment has no prompts of its own"),
-        (["env.name=sentiment", "env.size=512", "ppo.num_prompts_per_step=32"], "there are only 16 prompts"),
+        (
+            ["env.name=sentiment", "env.size=512", "ppo.num_prompts_per_step=32"],
+            r"only 16 prompts: .*_step=16 and",
+        ),
         (["policy.model_name=/no/such/folder"], "neither an existing folder nor a hub id"),
         (["ppo.num_prompts_per_step=3"], "which policy.train_global_batch_size=64 does not divide"),
     ],

@@ -295,6 +295,38 @@ REST = {
     "summarize_length": Case(
         lambda: fastppo.summarize(T), ValueError, "metrics", "[14] (ppo_loss) or [7] (value_loss)", "got [6]"
     ),
+    "summarize_output": Case(
+        lambda: fastppo.summarize(fastppo.ppo_loss(T, T, T)),
+        TypeError,
+        "metrics",
+        "a torch.Tensor",
+        "got LossOutput: pass its .metrics",
+    ),
+    "summarize_dict": Case(lambda: fastppo.summarize({}), TypeError, "metrics", "a torch.Tensor", "got dict"),
+    "weight_module": Case(
+        lambda: fastppo.linear_logprob(torch.zeros(2, 4), torch.nn.Linear(4, 5), TARGETS),
+        TypeError,
+        "weight",
+        "a torch.Tensor",
+        "got Linear: pass its .weight",
+    ),
+    "advantages_of_sequences": Case(
+        lambda: fastppo.ppo_loss(ROWS, ROWS, torch.zeros(2)),
+        ValueError,
+        "advantages",
+        "[2, 3]",
+        "got [2]: one number a sequence goes to each of its tokens by advantages.view(-1, 1).expand_as(logprobs)",
+    ),
+    "values_with_the_last": Case(
+        lambda: fastppo.gae(ROWS, torch.zeros(2, 4), gamma=1.0, lam=1.0),
+        ValueError,
+        "values",
+        "[2, 3]",
+        "got [2, 4]: the value after the last step is bootstrap_values",
+    ),
+    "rloo_of_groups": Case(
+        lambda: fastppo.rloo(ROWS, 3), ValueError, "rewards", "[N]", "got [2, 3]: rewards.flatten() with group_size=3"
+    ),
     "summarize_shape": Case(lambda: fastppo.summarize(torch.zeros(7, 1)), ValueError, "metrics", "[7]", "got [7, 1]"),
 }
 

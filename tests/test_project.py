@@ -39,7 +39,8 @@ def readable() -> Iterator[tuple[str, str]]:
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text("README.md"), re.MULTILINE | re.DOTALL)
+    every = re.findall(r"^```(\w*)\n(.*?)^```$", text("README.md"), re.MULTILINE | re.DOTALL)
+    return [block for its, block in every if its == language]
 
 
 def table(name: str, *header: str) -> list[list[str]]:
@@ -120,12 +121,14 @@ def test_the_readmes_linear_ops_give_the_loss_of_whole_logits():
     hidden, mask = torch.randn(3, 7, 6, requires_grad=True), torch.rand(3, 7) < 0.7
     given = {"targets": torch.randint(11, (3, 7)), "old_logprobs": torch.randn(3, 7) - 2}
     given |= {"advantages": torch.randn(3, 7), "mask": mask}
+    given |= {"temperature": 0.8}
     scope = {"fastppo": fastppo, "hidden": hidden, "lm_head": head, **given}
     exec(code, scope)
-    logprobs, entropy = fastppo.logprob(head(hidden), given["targets"])
-    expected = fastppo.ppo_loss(
-        logprobs, given["old_logprobs"], given["advantages"], mask=mask, entropy=entropy, ent_coef=0.01
-    ).loss
+    loss = blocks("python")[1].partition("loss, metrics")  # of the form before, without its advantages
+    whole = {"fastppo": fastppo, "logits": head(hidden), **given}
+    exec("logprobs, entropy = fastppo.logprob(logits, targets, temperature=temperature)\n" + "".join(loss[1:]), whole)
+    expected = whole["loss"]
+    torch.testing.assert_close(scope["logprobs"][mask], whole["logprobs"][mask].detach())
     torch.testing.assert_close(scope["loss"], expected)
     for got, right in zip(
         torch.autograd.grad(scope["loss"], (hidden, head.weight)),
@@ -133,6 +136,11 @@ def test_the_readmes_linear_ops_give_the_loss_of_whole_logits():
         strict=True,
     ):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+
+
+def test_the_reference_of_the_ops_is_their_docstrings():
+    made = subprocess.run([sys.executable, ".ci/ops_page.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert made.stdout == text("docs/ops.md"), "python .ci/ops_page.py > docs/ops.md"
 
 
 def test_the_readme_trains_on_a_model_and_reward_of_ones_own(tmp_path, monkeypatch):

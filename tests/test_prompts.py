@@ -289,7 +289,7 @@ def test_resume_with_something_else(change, message):
 
 
 def test_too_few_prompts():
-    with pytest.raises(ValueError, match="num_prompts_per_step=4, but there are only 3 prompts"):
+    with pytest.raises(ValueError, match="num_prompts_per_step=4, but there are only 3 prompts: more .*=3 and"):
         PromptLoader(prompts_of(3), 4, seed=0)
     with pytest.raises(ValueError, match="num_prompts_per_step must be at least 1, got 0"):
         PromptLoader(prompts_of(3), 0, seed=0)

@@ -36,7 +36,7 @@ from trainers.model_shapes import is_shape, named_config
 from trainers.models import SMOLLM2, TINY_LLAMA, default_cache, is_complete, resolve_model
 from trainers.offload import check_device
 from trainers.policy.lora import Adapters
-from trainers.prompts import load_prompts, load_val_prompts
+from trainers.prompts import load_prompts, load_val_prompts, too_few
 from trainers.reward_model_rules import is_used
 from trainers.sharding import layers_of
 
@@ -70,10 +70,7 @@ def dry_run(config: TrainerConfig) -> str:
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(str(error)) from error
     if prompts is not None and len(prompts) < plan.prompts:
-        raise ConfigError(
-            f"{config.name}.num_prompts_per_step={plan.prompts}, but there are only {counted(len(prompts), 'prompt')}: "
-            f"set it to {len(prompts)} or less"
-        )
+        raise ConfigError(too_few(f"{config.name}.num_prompts_per_step", plan.prompts, len(prompts)))
     wanted = config.policy.generation.dtype
     engine_dtype = dtype if wanted == "auto" else getattr(torch, wanted)
     lines = [

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainers.batch_plan import counted
 from trainers.config import DataConfig
 from trainers.environments import Environment, Prompt, nearest
 from trainers.prompt_rows import read_rows
@@ -191,6 +192,15 @@ def _truncate(ids: tuple[int, ...], length: int, bos: int | None) -> tuple[int, 
     return ids[len(ids) - length :]
 
 
+def too_few(setting: str, wanted: int, there: int) -> str:
+    """What to do about a step that takes more prompts than there are, and what that brings with it."""
+    are = "is" if there == 1 else "are"
+    return (
+        f"{setting}={wanted}, but there {are} only {counted(there, 'prompt')}: more prompts, or "
+        f"{setting}={there} and train_global_batch_size, train_micro_batch_size that its sequences can be divided into"
+    )
+
+
 class PromptLoader:
     """Endless batches of `num_prompts_per_step` prompts; a last partial batch of an epoch is left out.
 
@@ -211,10 +221,7 @@ class PromptLoader:
         if num_prompts_per_step < 1:
             raise ValueError(f"num_prompts_per_step must be at least 1, got {num_prompts_per_step}")
         if len(prompts) < num_prompts_per_step:
-            raise ValueError(
-                f"{setting}={num_prompts_per_step}, but there are only {len(prompts)} prompts: set it to "
-                f"{len(prompts)} or less"
-            )
+            raise ValueError(too_few(setting, num_prompts_per_step, len(prompts)))
         self._prompts = list(prompts)
         self._batch = num_prompts_per_step
         self._seed = seed

@@ -121,7 +121,8 @@ def _groups(
     """Checks; then each sample's group in [0, N) and whether it counts."""
     check_tensor("rewards", rewards)
     if rewards.dim() != 1:
-        raise ValueError(f"rewards must have shape [N], got {list(rewards.shape)}")
+        hint = f": rewards.flatten() with group_size={rewards.shape[1]}" if rewards.dim() == 2 else ""
+        raise ValueError(f"rewards must have shape [N], got {list(rewards.shape)}{hint}")
     n = rewards.numel()
     if (group_size is None) == (group_ids is None):
         raise ValueError(

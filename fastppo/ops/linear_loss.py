@@ -324,7 +324,10 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_double_backward("linear_loss")
         if ctx.spent:
-            raise RuntimeError("linear_loss has no second backward: its gradients were scaled in place and handed out")
+            raise RuntimeError(
+                "linear_loss (linear_ppo_loss) has no second backward: its gradients were scaled in place and handed "
+                "out; add the losses before one backward"
+            )
         upstream = grads[0]
         if upstream is None:
             return None, None, None, None

@@ -106,7 +106,9 @@ def ppo_loss(
     num_seqs: float | Tensor | None = None,
     backend: Literal["auto", "cuda", "triton", "cpu", "torch"] = "auto",
 ) -> LossOutput:
-    """Policy loss: per token w * pg + kl_coef * KL - ent_coef * H, aggregated once, plus the NLL term. pg is above.
+    """Policy loss: per token w * pg + kl_coef * KL - ent_coef * H, aggregated once, plus the NLL term.
+
+    pg by loss_type: help("fastppo.ops.ppo_loss") has the formulae and their sources.
 
     Args:
         logprobs: [T] or [B, T], float16, bfloat16, float32 or float64, nats. Gradients flow to it and to `entropy`
