@@ -1,11 +1,13 @@
-"""The training step of any causal LM of transformers without its logits: `loss` below, in ten lines.
+"""The training step of a causal LM of transformers without its logits: `loss` below, in ten lines.
 
     pip install "fastppo[trainer]"
     python examples/transformers_ten_lines.py                   # a small random model: losses, gradients, costs
     python examples/transformers_ten_lines.py --device cuda     # one of 1.5 billion parameters
 
-It is the loss of `model(input_ids, labels=labels)`. With `-logprobs` in the place of a mean, the same lines are the
-log-probs of PPO, GRPO or DPO.
+It is the loss of `model(input_ids, labels=labels)` where logits are the output layer's product, times `logit_scale`,
+over `logits_scaling`, or softcapped: of nearly all models. A few have factors under other names (FalconH1,
+HyperCLOVAX); `compare` tells for yours. Of a PEFT model pass `model.get_base_model()`. With `-logprobs` in the place of a mean, the
+same lines are the log-probs of PPO, GRPO or DPO.
 """
 
 import argparse

@@ -41,15 +41,21 @@ def resolve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
     for kernel in KERNELS[op].get(device.type, ()):
         problem = _problem(op, kernel, device.type, device.index)
         if not problem and backend in ("auto", kernel):
-            return kernel, "asked for" if backend == kernel else f"the first of its kernels on {device.type} that runs"
+            if backend == kernel:
+                return kernel, "asked for"
+            return kernel, f"the first of its kernels on {device.type} that runs{_listed(problems, before='; ')}"
         problems[kernel] = problem
 
     if backend == "auto":
-        why = "; ".join(f"{kernel}: {problem}" for kernel, problem in problems.items())
-        return "torch", why or f"{op} has no kernel for {device.type}"
+        return "torch", _listed(problems) or f"{op} has no kernel for {device.type}"
     there = [repr(kernel) for kernel, problem in problems.items() if not problem] + ["'torch'"]
     why = problems.get(backend) or f"{op} has no such kernel for {device.type} tensors"
     raise RuntimeError(f"backend={backend!r} cannot run {op} on {device}: {why}; available: {', '.join(there)}")
+
+
+def _listed(problems: dict[str, str], before: str = "") -> str:
+    """Why kernels that come first do not run; empty where there are none."""
+    return before + "; ".join(f"{kernel}: {problem}" for kernel, problem in problems.items()) if problems else ""
 
 
 def _problem(op: str, kernel: str, device_type: str, index: int | None) -> str:

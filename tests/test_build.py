@@ -197,6 +197,16 @@ def test_float64_is_the_references(op: str, backend: str) -> None:
     assert resolve(op, backend, CPU, torch.float64)[0] == "torch"
 
 
+def test_why_a_faster_kernel_does_not_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problem(op: str, kernel: str, device_type: str, index: int | None) -> str:
+        return "CUDA driver version is insufficient" if kernel == "cuda" else ""
+
+    monkeypatch.setattr("fastppo.backends._problem", problem)
+    backend, why = resolve("linear_logprob", "auto", torch.device("cuda", 0), torch.bfloat16)
+    assert backend == "triton"
+    assert why == "the first of its kernels on cuda that runs; cuda: CUDA driver version is insufficient"
+
+
 def test_what_cannot_be_resolved() -> None:
     with pytest.raises(ValueError, match="op must be one of .*, got 'gea'"):
         resolve("gea", "auto", CPU, torch.float32)

@@ -47,6 +47,17 @@ def scored(function, inputs, targets, temperature=0.7, softcap=3.0, scale=0.6):
     return {"logprobs": logprobs, "entropy": entropy, **dict(zip(("dhidden", "dweight", "dbias"), grads, strict=True))}
 
 
+def scored_exactly(inputs, targets, scale, softcap):
+    """In float64, at temperature 0.7."""
+    logits = scale * torch.nn.functional.linear(*(x.double() for x in inputs))
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7
+    logp = logits.log_softmax(-1)
+    truth = {"logprobs": logp.gather(-1, targets[:, None])[:, 0], "entropy": -(logp.exp() * logp).sum(-1)}
+    loss = (torch.linspace(-1, 1, 37, dtype=torch.float64) * truth["logprobs"] - 0.1 * truth["entropy"]).sum()
+    truth |= dict(zip(("dhidden", "dweight", "dbias"), torch.autograd.grad(loss, inputs), strict=True))
+    return {name: x.detach().double() for name, x in truth.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_the_head_is_no_worse_than_trls_own(dtype, softcap, capsys):
@@ -54,18 +65,27 @@ def test_the_head_is_no_worse_than_trls_own(dtype, softcap, capsys):
     integration.apply()
     inputs = head_inputs(dtype)
     targets = torch.randint(50, (37,))
-    logits = 0.6 * torch.nn.functional.linear(*(x.double() for x in inputs))
-    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / 0.7
-    logp = logits.log_softmax(-1)
-    truth = {"logprobs": logp.gather(-1, targets[:, None])[:, 0], "entropy": -(logp.exp() * logp).sum(-1)}
-    loss = (torch.linspace(-1, 1, 37, dtype=torch.float64) * truth["logprobs"] - 0.1 * truth["entropy"]).sum()
-    truth |= dict(zip(("dhidden", "dweight", "dbias"), torch.autograd.grad(loss, inputs), strict=True))
+    truth = scored_exactly(inputs, targets, scale=0.6, softcap=softcap)
     ours, theirs = (
         scored(utils._ChunkedLogProbFunction, inputs, targets, softcap=softcap),
         scored(THEIRS[0], inputs, targets, softcap=softcap),
     )
     for name, right in truth.items():
-        assert_no_worse(name, ours[name], theirs[name], right.double(), atol=1e-5 if dtype == torch.float32 else 2e-2)
+        assert_no_worse(name, ours[name], theirs[name], right, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_the_head_is_no_worse_than_trls_own_under_autocast(capsys):
+    """float32 weights and bfloat16 products, which is TRL's default; hidden states in either."""
+    integration.apply()
+    targets = torch.randint(50, (37,))
+    for hidden in (torch.float32, torch.bfloat16):
+        inputs = [x.detach() for x in head_inputs(torch.float32)]
+        inputs = [x.requires_grad_() for x in (inputs[0].to(hidden), *inputs[1:])]
+        truth = scored_exactly(inputs, targets, scale=0.6, softcap=3.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            ours, theirs = (scored(f, inputs, targets) for f in (utils._ChunkedLogProbFunction, THEIRS[0]))
+        for name, right in truth.items():
+            assert_no_worse(name, ours[name], theirs[name], right, atol=2e-2)
 
 
 def test_outputs_of_other_trainers_are_still_trls(capsys):

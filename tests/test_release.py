@@ -65,7 +65,7 @@ def test_a_wheel_as_it_should_be_passes(tmp_path):
             "torch and numpy alone",
         ),
         (lambda files: files.update({f"{INFO}/METADATA": METADATA.replace("n: 0", "n: 9")}), "version must be"),
-        (lambda files: files.update({"fastppo/py.typed": "x" * 20_000_001}), "expected at most 20,000,000 bytes"),
+        (lambda files: files.update({"fastppo/py.typed": "x" * 6_000_001}), "expected at most 6,000,000 bytes"),
     ],
 )
 def test_a_wheel_that_is_not_is_refused(change, problem, tmp_path):

@@ -660,10 +660,11 @@ void head_dlogits_sm90(const HeadDlogits& params, int device, uint64_t stream) {
 
 std::string head_sm90_problem(int device) {
   int major = 0, minor = 0;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (error != cudaSuccess) {
     cudaGetLastError();
-    return "CUDA device " + std::to_string(device) + " does not answer";
+    return cudaGetErrorString(error);
   }
   if (major != 9 || minor != 0) {
     return "it is made for compute capability 9.0, not " + std::to_string(major) + "." + std::to_string(minor);

@@ -5,9 +5,10 @@
 GRPOTrainer and RLOOTrainer of TRL 1.16 give their models a fused head (`trl.trainer.utils.add_fused_lm_head`), which
 scores tokens through two names of that module. Those two are replaced, for every trainer of the process:
 
-- `_ChunkedLogProbFunction`, the product with the head, the log-probs and the entropies, forward and backward. Outputs
-  that only other trainers ask for (SFT's, DPO's) are still TRL's.
-- `_use_triton`, by which TRL leaves prompt and padding out of the head's product on a GPU alone: it does so everywhere.
+- `_ChunkedLogProbFunction`, the product with the head, the log-probs and the entropies, forward and backward. Where
+  other outputs are asked for with them, as SFT and DPO's policy do, all are still TRL's; a model that is asked for
+  log-probs alone, as DPO's and KTO's references and AsyncGRPO, is served. To train with DPO or KTO, `undo()` first.
+- `_use_triton`, by which TRL leaves prompt and padding out of the head's product on a GPU alone: on a CPU too.
 
 Another version of TRL is taken if what is replaced looks as in 1.16, and refused by name otherwise.
 """
@@ -15,6 +16,7 @@ Another version of TRL is taken if what is replaced looks as in 1.16, and refuse
 import importlib
 import importlib.metadata
 import inspect
+import os
 from types import CodeType, ModuleType
 from typing import Any, Literal
 
@@ -60,10 +62,12 @@ def apply(
         _check(utils)
         _originals.update({name: getattr(utils, name) for name in REPLACED})
     _options.update(memory=memory, backend=backend)
-    print(f"fastppo {fastppo.__version__} in trl {_version()}:")
+    lines = [f"fastppo {fastppo.__version__} in trl {_version()}:"]
     for name, (ours, what) in REPLACED.items():
         setattr(utils, name, ours)
-        print(f"  {utils.__name__}.{name} -> {what.format(**_options)}")
+        lines.append(f"  {utils.__name__}.{name} -> {what.format(**_options)}")
+    if os.environ.get("RANK", "0") == "0":  # one of a launcher's processes speaks
+        print("\n".join(lines))
 
 
 def undo() -> None:
@@ -117,9 +121,10 @@ class FusedHead:
         return logprobs, entropy, None, None, None
 
 
-def _everywhere(device: torch.device) -> bool:
-    """Whether positions without a label are left out of the head's product."""
-    return True
+def _compacts(device: torch.device) -> bool:
+    """Whether positions without a label are left out of the head's product: on a CPU, and where TRL does so."""
+    there: bool = device.type == "cpu" or _originals["_use_triton"](device)
+    return there
 
 
 REPLACED: dict[str, tuple[Any, str]] = {
@@ -127,7 +132,7 @@ REPLACED: dict[str, tuple[Any, str]] = {
         FusedHead,
         'fastppo.linear_logprob(memory="{memory}", backend="{backend}"): log-probs and entropies of GRPO and RLOO',
     ),
-    "_use_triton": (_everywhere, "True: prompt and padding are left out of the head's product on every device"),
+    "_use_triton": (_compacts, "prompt and padding are left out of the head's product on a CPU too"),
 }
 
 
