@@ -6,8 +6,8 @@
 
 It is the loss of `model(input_ids, labels=labels)` where logits are the output layer's product, times `logit_scale`,
 over `logits_scaling`, or softcapped: of nearly all models. A few have factors under other names (FalconH1,
-HyperCLOVAX); `compare` tells for yours. Of a PEFT model pass `model.get_base_model()`. With `-logprobs` in the place of a mean, the
-same lines are the log-probs of PPO, GRPO or DPO.
+HyperCLOVAX); `compare` tells for yours. Of a PEFT model pass `model.get_base_model()`. With `-logprobs` in the place of
+a mean, the same lines are the log-probs of PPO, GRPO or DPO.
 """
 
 import argparse

@@ -62,7 +62,7 @@ def rows_of(file: Path) -> list[Row]:
     """The rows of a file of either kind, all in the form of benchmarks/conftest.py: ours beside one peer.
 
     Raises:
-        ValueError: not a file of benchmarks, or none with a time in it.
+        ValueError: not a file of benchmarks, none with a time in it, or of several machines.
     """
     if file.suffix != ".jsonl":
         rows = read(file)
@@ -71,6 +71,8 @@ def rows_of(file: Path) -> list[Row]:
         rows = [generation(line) for line in lines if "case" in line] + steps([x for x in lines if "trainer" in x])
     if not rows:
         raise ValueError(f"{file} has no row in which fastppo was measured beside a peer")
+    if len(machines := sorted({row["machine"] for row in rows})) > 1:
+        raise ValueError(f"{file} must have the rows of one machine, got {', '.join(machines)}")
     return rows
 
 

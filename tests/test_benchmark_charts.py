@@ -143,6 +143,14 @@ def test_a_file_without_benchmarks_is_named(text: str, tmp_path: Path):
         charts.rows_of(file)
 
 
+def test_rows_of_two_machines_are_refused(tmp_path: Path):
+    file = tmp_path / "both.json"
+    rows = [row("TRL", 20), row("TRL", 30, machine="Another card")]
+    file.write_text(json.dumps({"benchmarks": [{"extra_info": one} for one in rows]}))
+    with pytest.raises(ValueError, match=r"both\.json must have the rows of one machine, got A card, Another card"):
+        charts.rows_of(file)
+
+
 def test_the_program_writes_a_picture_that_suits_light_and_dark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,19 @@ def test_workflows_call_what_is_there():
     called = {name for step in steps for name in re.findall(r"\.ci/[\w.]+", step.get("run", ""))}
     assert called == {".ci/run", ".ci/check_wheel.py", ".ci/test_wheel", ".ci/release_notes.py"}
     assert all((ROOT / name).is_file() for name in called)
+
+
+def test_what_builds_a_wheel_starts_their_workflow():
+    """`on` is true to YAML 1.1."""
+    watched = workflows()["wheels"][True]["pull_request"]["paths"]
+    project = (ROOT / "pyproject.toml").read_text()
+    before = re.findall(r"\.ci/[\w.]+", project[project.index("[tool.cibuildwheel]") :])
+    assert before == [".ci/cuda_toolkit"]
+    steps = workflows()["wheels"]["jobs"]["wheel"]["steps"]
+    before += re.findall(r"\.ci/[\w.]+", " ".join(step.get("run", "") for step in steps))
+    assert len(before) == 4
+    for name in (*before, "csrc/gae/gae_cpu.cpp", "CMakeLists.txt", "fastppo/_build.py", "pyproject.toml"):
+        assert any(fnmatch(name, pattern) for pattern in watched), name
 
 
 def test_wheels_are_built_and_tested_for_every_python_and_both_ends_of_torch():
