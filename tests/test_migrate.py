@@ -1,17 +1,20 @@
 """docs/migrate.md: every row says where the setting went, and every key it names exists (or, if not yet, does not)."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import fastppo
 from trainers import config
 from trainers.config import PPOTrainerConfig, walk
+from trainers.config_types import shown
 from trainers.suggestions import ELSEWHERE, last_part, suggest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "migrate.md").read_text()
-SYSTEMS = ("NeMo-Aligner", "trlX", "NeMo-RL")
+SYSTEMS = ("TRL", "verl", "NeMo-Aligner", "trlX", "NeMo-RL")
 
 
 def tree() -> dict[str, tuple[str, ...] | None]:
@@ -27,11 +30,17 @@ KEYS = tree()
 BLOCKS = {key.split(".")[0] for key in KEYS}
 
 
-def rows(system: str) -> list[list[str]]:
-    section = re.search(rf"^## {system}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
-    assert section, f"docs/migrate.md has no section {system}"
-    lines = [line for line in section[1].splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+def section(title: str) -> str:
+    found = re.search(rf"^##+ {title}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    assert found, f"docs/migrate.md has no section {title}"
+    return found[1]
+
+
+def rows(title: str, header: str = "| old key | fastppo key | what differs |") -> list[list[str]]:
+    """Those of the section's tables with this header."""
+    tables = re.findall(r"^(\|.*)\n\|[-|]+\n((?:\|.*\n?)+)", section(title), re.M)
+    lines = [line for first, body in tables if first.startswith(header) for line in body.splitlines()]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def named(text: str) -> list[str]:
@@ -66,6 +75,24 @@ def test_keys_named_outside_the_tables_exist():
     assert named(prose) and [word for word in named(prose) if not exists(word)] == []
 
 
+@pytest.mark.parametrize("system", ["TRL", "verl"])
+def test_defaults_on_the_page_are_those_here(system):
+    trainer = config.CONFIGS["reinforce" if system == "TRL" else "ppo"]()
+    here = {key: shown(value) for key, _, value in walk(trainer)}
+    table = rows(system, f"| key | {system} | here |")
+    assert len(table) > 15 and all(len(row) == 4 for row in table)
+    assert [(key, said) for key, _, said, _ in table if said.strip("`") != here[key.strip("`")]] == []
+    assert [word for row in table for word in named(row[3]) if not exists(word)] == []
+
+
+def test_names_of_the_ops_arguments_are_those_of_the_ops():
+    table = rows("The ops' arguments", "| elsewhere | here |")
+    calls = [call for _, here, _ in table for call in re.findall(r"`(\w+)\(([^)]*)\)`", here)]
+    assert len(table) > 20 and len(calls) >= len(table)
+    for op, arguments in calls:
+        assert set(arguments.split(", ")) <= inspect.signature(getattr(fastppo, op)).parameters.keys(), (op, arguments)
+
+
 def test_old_names_in_an_error_lead_where_the_page_says():
     moved: dict[str, set[str]] = {}
     for old, new, _ in [row for system in SYSTEMS for row in rows(system)]:
@@ -74,7 +101,7 @@ def test_old_names_in_an_error_lead_where_the_page_says():
             for name in {last_part(word, n) for word in words for n in (1, 2)} - {last_part(key)}:
                 moved.setdefault(name, set()).add(key.partition("=")[0].replace("reinforce.", "ppo."))
     shared = set(ELSEWHERE) & set(moved)
-    assert len(shared) > 40
+    assert len(shared) > 180
     assert {name: ELSEWHERE[name] for name in shared if ELSEWHERE[name] not in moved[name]} == {}
 
 
@@ -101,6 +128,9 @@ def test_old_names_lead_somewhere_in_both_trainers():
         ("policy.generation.colocated.enabled", "policy.generation.release_memory"),
         ("policy.refit_buffer_size_gb", "policy.generation.refit_bucket_mb"),
         ("trainer.ppo.trt_llm.enable", "policy.generation.backend"),
+        ("algorithm.kl_ctrl.target_kl", "ppo.kl_controller.target"),
+        ("algorithm.filter_groups.enable", "ppo.use_dynamic_sampling"),
+        ("mask_truncated_completions", "ppo.overlong_filtering"),
     ],
 )  # fmt: skip
 def test_where_nested_keys_lead(old, new):
