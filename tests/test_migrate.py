@@ -1,4 +1,4 @@
-"""docs/migrate.md: every row says where the setting went, and every key it names exists (or, if not yet, does not)."""
+"""docs/migrate*.md: every row says where the setting went, and every key it names exists (or, if not yet, does not)."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from trainers.config_types import shown
 from trainers.suggestions import ELSEWHERE, last_part, suggest
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "migrate.md").read_text()
+PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("migrate", "migrate_trl", "migrate_verl"))
 SYSTEMS = ("TRL", "verl", "NeMo-Aligner", "trlX", "NeMo-RL")
 
 
@@ -32,7 +32,7 @@ BLOCKS = {key.split(".")[0] for key in KEYS}
 
 def section(title: str) -> str:
     found = re.search(rf"^##+ {title}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
-    assert found, f"docs/migrate.md has no section {title}"
+    assert found, f"docs/migrate*.md have no section {title}"
     return found[1]
 
 
