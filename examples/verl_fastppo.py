@@ -1,11 +1,17 @@
 """verl with fastppo: a registered policy loss, and the fused head's log-probs and entropies.
 
-    VERL_USE_EXTERNAL_MODULES=verl_fastppo PYTHONPATH=examples python -m verl.trainer.main_ppo \\
+    examples=/path/to/fastppo/examples
+    export VERL_USE_EXTERNAL_MODULES=verl_fastppo PYTHONPATH=$examples
+    python -m verl.trainer.main_ppo \\
+        +ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=verl_fastppo \\
+        +ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH=$examples \\
         actor_rollout_ref.actor.policy_loss.loss_mode=fastppo \\
         actor_rollout_ref.model.use_fused_kernels=true \\
         actor_rollout_ref.model.fused_kernel_options.impl_backend=torch ...
 
-verl imports the modules of that variable in every process. Written for verl 0.9.1.
+Each process that imports verl imports the modules of that variable. Workers of a Ray that this command starts inherit
+it; those of a cluster that runs already have it from `ray_kwargs` alone, and need fastppo and the folder on every node.
+Written for verl 0.9.1.
 """
 
 import torch

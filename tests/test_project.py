@@ -63,7 +63,8 @@ def test_the_two_commands_are_those_that_ci_runs():
     ]
     ci = [line.strip() for line in text(".ci/run").splitlines()]
     assert 'pip install -e ".[test]" -c .ci/constraints.txt' in ci
-    assert 'PYTEST_ADDOPTS="-n 2 --dist loadfile --no-loadscope-reorder --junitxml=$work/junit.xml" pytest' in ci
+    options = 'PYTEST_ADDOPTS="-n 2 --dist loadfile --no-loadscope-reorder --junitxml=$work/junit.xml"'
+    assert f"PYTHONPATH=$work/peers {options} pytest" in ci
 
 
 def pins(content: str) -> set[tuple[str, str]]:
