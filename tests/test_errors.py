@@ -419,7 +419,7 @@ def test_dtensor_is_a_type_error_that_names_the_way_out(tmp_path: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        # Without a collective: its tensors, let go of by gloo's thread while torch 2.6 ends the group, end in a deadlock.
+        # No collective: torch 2.6 ends the group in a deadlock with gloo's thread that lets go of its tensors.
         sharded, flat = (DTensor.from_local(x, mesh, [Shard(x.dim() - 1)], run_check=False) for x in (LOGITS, T))
         for call, name in (
             (logprob(sharded), "logits"), (ppo(flat), "logprobs"), (value(flat), "values"), (gae(flat, T), "rewards"),

@@ -52,6 +52,12 @@ def test_the_commands_of_the_page_are_those_of_the_examples():
         assert version in " ".join(commands) and version in (ROOT / "tests" / "test_other_trainers.py").read_text()
 
 
+def test_what_trls_example_printed_has_the_sizes_that_it_has():
+    printed = [ast.literal_eval(found) for found in re.findall(r"^(?:grpo|rloo) (\{.*?\})", INTEGRATE, re.MULTILINE)]
+    fields = re.findall(r"^    (\w+): \w+ = ", EXAMPLES["trl_trainers.py"], re.MULTILINE)
+    assert printed and all(list(sizes) == fields for sizes in printed)
+
+
 def test_versions_on_the_page_are_those_that_are_tested():
     pinned = (ROOT / ".ci" / "constraints.txt").read_text() + (ROOT / "pyproject.toml").read_text()
     for name, page in (
