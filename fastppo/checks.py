@@ -22,7 +22,8 @@ def contents_checked(tensor: Tensor) -> bool:
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] | None = FLOATS) -> None:
     """A plain torch.Tensor of one of `dtypes` (None: any)."""
     if not isinstance(value, Tensor):
-        hint = f": pass its .{name}" if hasattr(value, name) else ""  # a Linear's weight, an output's metrics
+        # A Linear's weight, an output's metrics; but not a dict's method `values`.
+        hint = f": pass its .{name}" if isinstance(getattr(value, name, None), Tensor) else ""
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}{hint}")
     if type(value).__name__ == "DTensor":
         raise TypeError(
@@ -43,9 +44,10 @@ def check_like(name: str, value: Tensor, like_name: str, like: Tensor) -> None:
 
 def _shape_hint(name: str, value: Tensor, like_name: str, like: Tensor) -> str:
     """What other libraries take in this place, where the shape shows it."""
-    if like.dim() == 2 and value.shape in (like.shape[:1], (len(like), 1)):
+    if name == "advantages" and like.dim() == 2 and value.shape in (like.shape[:1], (len(like), 1)):
         return f": one number a sequence goes to each of its tokens by {name}.view(-1, 1).expand_as({like_name})"
-    if name == "values" and sum(value.shape) == sum(like.shape) + 1:
+    longer = [a - b for a, b in zip(value.shape, like.shape, strict=False)]
+    if name == "values" and value.dim() == like.dim() and sorted(longer) == [0] * (like.dim() - 1) + [1]:
         return ": the value after the last step is bootstrap_values"
     return ""
 

@@ -443,3 +443,15 @@ def test_when_contents_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert contents_checked(T) and not contents_checked(meta)
     monkeypatch.setenv("FASTPPO_CHECK", "1")
     assert contents_checked(meta)
+
+
+def test_hints_are_given_where_they_are_right():
+    """What only looks like another library's argument gets none."""
+    for call, message in (
+        (lambda: fastppo.gae(ROWS, torch.zeros(6), gamma=1.0, lam=1.0), "got [6]"),  # 6 = 2 + 3 + 1
+        (lambda: fastppo.gae(ROWS, torch.zeros(2), gamma=1.0, lam=1.0, time_dim=0), "got [2]"),  # of times
+        (lambda: fastppo.gae(ROWS, {}, gamma=1.0, lam=1.0), "got dict"),  # whose method is called values
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call()
+        assert str(caught.value).endswith(message)
