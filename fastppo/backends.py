@@ -38,24 +38,21 @@ def resolve(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
         return "torch", "float64 is computed by the reference"
 
     problems: dict[str, str] = {}
+    before = ""  # why those do not run that come first
     for kernel in KERNELS[op].get(device.type, ()):
         problem = _problem(op, kernel, device.type, device.index)
         if not problem and backend in ("auto", kernel):
             if backend == kernel:
                 return kernel, "asked for"
-            return kernel, f"the first of its kernels on {device.type} that runs{_listed(problems, before='; ')}"
+            return kernel, f"the first of its kernels on {device.type} that runs{before}"
         problems[kernel] = problem
+        before += f"; {kernel}: {problem}"
 
     if backend == "auto":
-        return "torch", _listed(problems) or f"{op} has no kernel for {device.type}"
+        return "torch", before.removeprefix("; ") or f"{op} has no kernel for {device.type}"
     there = [repr(kernel) for kernel, problem in problems.items() if not problem] + ["'torch'"]
     why = problems.get(backend) or f"{op} has no such kernel for {device.type} tensors"
     raise RuntimeError(f"backend={backend!r} cannot run {op} on {device}: {why}; available: {', '.join(there)}")
-
-
-def _listed(problems: dict[str, str], before: str = "") -> str:
-    """Why kernels that come first do not run; empty where there are none."""
-    return before + "; ".join(f"{kernel}: {problem}" for kernel, problem in problems.items()) if problems else ""
 
 
 def _problem(op: str, kernel: str, device_type: str, index: int | None) -> str:

@@ -158,7 +158,6 @@ def test_a_critic_on_gpus_is_the_critic_on_transformers(folder, ranks):
         found = torch.load(folder / f"found{ranks}_{rank}.pt", weights_only=False)
         assert found.keys() == {(name, dtype) for name in LAYOUTS[ranks] for dtype in DTYPES}
         for (name, dtype), got in found.items():
-            print(name, dtype, "norms", got["norms"], "of", right[dtype]["norms"])
             scale = float(exact["first"].abs().max())
             for what in ("first", "norms", "last"):
                 mine, theirs, truth = (torch.as_tensor(x[what]) for x in (got, right[dtype], exact))
