@@ -52,6 +52,16 @@ def test_the_commands_of_the_page_are_those_of_the_examples():
         assert version in " ".join(commands) and version in (ROOT / "tests" / "test_other_trainers.py").read_text()
 
 
+def test_a_script_runs_the_commands_of_the_page():
+    ran = " ".join((ROOT / "runs" / "examples.sh").read_text().replace("\\\n", " ").split())
+    shown = [line for block in blocks("") for line in block.replace("\\\n", " ").splitlines()]
+    shown = [" ".join(line.split()).replace("--seed 0", "--seed $seed") for line in shown]
+    own = [line for line in shown if re.search(r"(trl_trainers|cartpole_ppo|megatron_logprob|ten_lines)", line)]
+    assert len(own) == 11
+    for command in own:
+        assert command in ran, command
+
+
 def test_what_trls_example_printed_has_the_sizes_that_it_has():
     printed = [ast.literal_eval(found) for found in re.findall(r"^(?:grpo|rloo) (\{.*?\})", INTEGRATE, re.MULTILINE)]
     fields = re.findall(r"^    (\w+): \w+ = ", EXAMPLES["trl_trainers.py"], re.MULTILINE)
